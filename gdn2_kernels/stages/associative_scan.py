@@ -1,0 +1,121 @@
+"""Stage 2, the slow baseline: the recurrence as a parallel prefix of affine maps.
+
+A token maps the state by S -> A_t S + M_t with
+
+    A_t = (I - k_t (b_t*k_t)^T) diag(exp(g_t))   (K, K)        M_t = k_t (w_t*v_t)^T   (K, V)
+
+and maps compose: (A, M) after (A', M') is (A A', A M' + M). Composition is associative, so all prefixes come in
+2 log2(L) steps (Blelloch, "Prefix sums and their applications", 1990). Each step multiplies whole K x K
+matrices, and every token owns one: that is what this form costs, and why the book goes on.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gdn2_kernels.tile import compute_dtype, matmul
+
+HBM_BYTES = 16 * 2**30  # of one v5e chip
+ALL_AT_ONCE_BYTES = HBM_BYTES // 2  # the other half is left to the rest of the program
+
+
+def head_bytes(L: int, K: int, V: int, itemsize: int = 4) -> int:
+    """Peak bytes of one head, forward and backward: what one (batch, head) pair adds to the program.
+
+    At the peak of the backward scan the maps, the states, their gradients and the scan's own halves are
+    alive: COPIES times the L pairs of a K x K and a K x V matrix. The factor was read off compiled programs;
+    a test holds it to what the compiler reports.
+    """
+    return COPIES * L * K * (K + V) * itemsize
+
+
+COPIES = 4
+
+
+def compose(later_maps, earlier_maps, precision):
+    """(A, M) after (A', M'): apply the earlier map, then the later one."""
+    (A_earlier, M_earlier), (A, M) = earlier_maps, later_maps
+    return matmul(A, A_earlier, precision), matmul(A, M_earlier, precision) + M
+
+
+def _prefixes(A, M, precision, reverse=False):
+    # One array for the pair would save nothing: A A' and A M' read the same A, and XLA sees that.
+    scanned = lax.associative_scan(lambda x, y: compose(y, x, precision), (A, M), reverse=reverse)
+    return scanned[1]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def linear_scan(A: jax.Array, M: jax.Array, precision: str) -> jax.Array:
+    """All states of S_t = A_t S_{t-1} + M_t from S_{-1} = 0.
+
+    Arguments: A (L, K, K), M (L, K, V). Returns: (L, K, V).
+
+    The adjoint of a linear recurrence is a linear recurrence that runs the other way, D_t = A_{t+1}^T D_{t+1} +
+    dS_t, so the backward pass is a second scan. Differentiating through the scan instead would keep the
+    matrices of all its levels.
+    """
+    return _prefixes(A, M, precision)
+
+
+def _linear_scan_forward(A, M, precision):
+    S = _prefixes(A, M, precision)
+    return S, (A, S)
+
+
+def _linear_scan_backward(precision, residuals, dS):
+    A, S = residuals
+    A_next = jnp.concatenate([A[1:], jnp.zeros_like(A[:1])]).mT
+    D = _prefixes(A_next, dS, precision, reverse=True)
+    S_before = jnp.concatenate([jnp.zeros_like(S[:1]), S[:-1]])
+    return matmul(D, S_before.mT, precision), D
+
+
+linear_scan.defvjp(_linear_scan_forward, _linear_scan_backward)
+
+
+def one_head(q, k, v, g, b, w, initial_state, precision):
+    """One head of one sequence: q, k, g, b (L, K); v, w (L, V); initial_state (K, V)."""
+    decay = jnp.exp(g)
+    A = jax.vmap(jnp.diag)(decay) - k[:, :, None] * (b * k * decay)[:, None, :]
+    M = k[:, :, None] * (w * v)[:, None, :]
+    # The initial state enters through the first token, so that the prefix of A alone is never needed.
+    M = M.at[0].add(matmul(A[0], initial_state, precision))
+    S = linear_scan(A, M, precision)
+    return jnp.einsum("lk,lkv->lv", q, S, precision=lax.Precision.HIGHEST), S[-1]
+
+
+def associative_scan(q, k, v, g, b, w, scale, initial_state, *, precision, chunk_size, interpret):
+    """Parallel prefix over tokens. Shapes and contract as `gdn2`; `chunk_size` and `interpret` change nothing.
+
+    Memory: `head_bytes(L, K, V)` for each head worked on at once. All heads are, while that stays below half of a
+    v5e's memory; above it they are mapped one after another, and the backward pass scans a head again instead of keeping
+    its matrices.
+
+    Raises:
+      ValueError: not even one head fits the 16 GiB of a v5e.
+    """
+    del chunk_size, interpret
+    B, L, H, K = q.shape
+    V = v.shape[-1]
+    dtype = compute_dtype(q, k, v, g, b, w)
+    needed = head_bytes(L, K, V, jnp.dtype(dtype).itemsize)
+    if needed > HBM_BYTES:
+        raise ValueError(
+            f"stage='associative_scan' needs {needed:,} bytes for one head of L={L}, K={K}, V={V}: it keeps a "
+            f"K x K and a K x V matrix for every token. A v5e has {HBM_BYTES:,} bytes. Use stage='wy', or a "
+            f"shorter L with the state carried over."
+        )
+
+    def heads_first(x):  # (B, L, H, D) -> (B*H, L, D)
+        return jnp.moveaxis(x.astype(dtype), 2, 1).reshape(B * H, L, x.shape[-1])
+
+    inputs = (*map(heads_first, (q * scale.astype(dtype), k, v, g, b, w)), initial_state.reshape(B * H, K, V))
+    head = functools.partial(one_head, precision=precision)
+    if B * H * needed <= ALL_AT_ONCE_BYTES:
+        o, final_state = jax.vmap(head)(*inputs)
+    else:
+        o, final_state = lax.map(lambda x: jax.checkpoint(head)(*x), inputs)
+    o = jnp.moveaxis(o.reshape(B, H, L, V), 1, 2)
+    return o.astype(v.dtype), final_state.reshape(B, H, K, V)
