@@ -1,4 +1,4 @@
-"""The public function: checks its arguments, fills in the defaults and calls a stage."""
+"""The public function: checks its arguments, fills in defaults, calls a stage."""
 
 import functools
 import math
@@ -29,43 +29,55 @@ def gdn2(
     chunk_size: int | None = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gated DeltaNet-2: a linear attention whose state decays, erases and writes per channel.
+    """Gated DeltaNet-2: a linear attention whose state decays, erases and writes per
+    channel.
 
         S_t = (I - k_t (b_t*k_t)^T) diag(exp(g_t)) S_{t-1} + k_t (w_t*v_t)^T
         o_t = scale * S_t^T q_t
 
-    Exactly this, for every g <= 0: nothing is clipped, damped or bounded. Differentiable (reverse mode) in the six
-    inputs, `scale` and `initial_state`, for cotangents of both results; works under jit, grad, vmap, scan and
-    jax.checkpoint. Forward mode (jvp, jacfwd, hessian) works for stage "recurrence" only; the others raise JAX's TypeError.
+    Exactly this, for every g <= 0: nothing is clipped, damped or bounded.
+    Differentiable (reverse mode) in the six inputs, `scale` and `initial_state`, for
+    cotangents of both results; works under jit, grad, vmap, scan and jax.checkpoint.
+    Forward mode (jvp, jacfwd, hessian) works for stage "recurrence" only; the others
+    raise JAX's TypeError.
 
     Arguments:
       q, k: (B, L, H, K) query and key, usually of unit length. Any L >= 1.
       v: (B, L, H, V) value.
-      g: (B, L, H, K) log decay of each key channel, natural logarithm, g <= 0, unbounded below; -inf forgets the channel.
-        Rounded to bfloat16, decays near one are lost: pass float32 whatever the others are.
-      b: (B, L, H, K) erase gate on the key channels, usually in [0, 1]; up to 2 is meaningful.
+      g: (B, L, H, K) log decay of each key channel, natural logarithm, g <= 0,
+        unbounded below; -inf forgets the channel. Usually float32 whatever the others
+        are: bfloat16 keeps 8 bits of g. (It is exp(g) that must never be rounded to
+        bfloat16, where every factor above 0.998 is one; no stage does.)
+      b: (B, L, H, K) erase gate on the key channels, usually in [0, 1]; up to 2 is
+        meaningful.
       w: (B, L, H, V) write gate on the value channels, usually in [0, 1].
       scale: finite real scalar, Python or array, traced or not; default K^-1/2.
-      initial_state: (B, H, K, V), rows are key channels; float32 (float64 with float64 inputs); None means zeros.
+      initial_state: (B, H, K, V), rows are key channels; float32 (float64 with float64
+        inputs); None means zeros.
       stage: "auto" (now "wy") or one of `gdn2_kernels.STAGES`.
-      precision: of every matrix product: "default" one bfloat16 pass, "high" three (bf16x3), "highest" float32.
-        Sums are float32 always. The same on every platform.
-      chunk_size: tokens per chunk, a power of two; None lets the stage choose. Stages without chunks ignore it.
-      interpret: for stages that are kernels: None compiles on a TPU and interprets elsewhere; others ignore it.
+      precision: of every matrix product: "default" one bfloat16 pass, "high" three
+        (bf16x3), "highest" float32. Sums are float32 always. The same on every
+        platform.
+      chunk_size: tokens per chunk, a power of two; None lets the stage choose. Stages
+        without chunks ignore it.
+      interpret: for stages that are kernels: None compiles on a TPU and interprets
+        elsewhere; others ignore it.
 
-    Each of the six inputs is float32 or bfloat16, mixed as you like; or all six float64 (with jax_enable_x64), which are
-    then computed in float64.
+    Each of the six inputs is float32 or bfloat16, mixed as you like; or all six float64
+    (with jax_enable_x64), which are then computed in float64.
 
     Returns:
       o: (B, L, H, V), dtype of v.
       final_state: (B, H, K, V), float32 (float64 with float64 inputs).
 
     Raises:
-      ValueError: naming the argument, what was expected and what came. A positive or NaN g is reported where its
-        values are known, that is outside jit and vmap; inside, it is the caller's to avoid: exp(g) > 1 grows the state,
-        and NaN stays NaN.
+      ValueError: naming the argument, what was expected and what came. A positive or
+        NaN g is reported where its values are known, that is outside jit, vmap and
+        scan; inside, it is the caller's to avoid: exp(g) > 1 grows the state, and NaN
+        stays NaN.
 
-    Source: Gated DeltaNet-2, arXiv 2605.22791; argument order as in flash-linear-attention.
+    Source: Gated DeltaNet-2, arXiv 2605.22791; argument order as in
+      flash-linear-attention.
     """
     inputs = _checked_inputs(q, k, v, g, b, w)
     B, _, H, K = inputs[0].shape
@@ -94,7 +106,7 @@ def _run(*arguments, stage, **options):
     return stages.STAGES[stage](*arguments, **options)
 
 
-# ---------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------ checks
 
 DTYPES = ("float32", "bfloat16", "float64")
 
@@ -147,7 +159,9 @@ def _checked_inputs(*arrays):
 
 def _check_log_decay(g):
     try:
-        worst = float(jnp.max(g))  # NaN if there is one
+        # stop_gradient: eager jax.grad knows the values too, but only gives them where
+        # no gradient is asked for.
+        worst = float(jnp.max(jax.lax.stop_gradient(g)))  # NaN if there is one
     except jax.errors.ConcretizationTypeError:
         return  # traced: no values to look at
     if not worst <= 0:

@@ -1,5 +1,6 @@
 """Where this runs: the versions it was given and the device it found."""
 
+import inspect
 import platform
 
 import jax
@@ -26,10 +27,21 @@ def on_tpu() -> bool:
 
 
 def banner() -> None:
-    """Print one line: versions, device, and whether kernels are compiled or interpreted here."""
+    """Print one line: versions, device, and whether kernels are compiled or interpreted
+    here.
+    """
     devices = jax.devices()
     mode = "kernels compiled" if on_tpu() else "no TPU: kernels interpreted, times below are not TPU times"
     print(
         f"gdn2_kernels {__version__} | jax {jax.__version__}, numpy {np.__version__}, Python "
         f"{platform.python_version()} | {len(devices)} x {devices[0].device_kind} | {mode}"
     )
+
+
+def show(*functions):
+    """Source of functions or classes of this package, as a notebook displays Python:
+    chapters show, they never retype.
+    """
+    from IPython.display import Code  # only notebooks call this, and they have IPython
+
+    return Code("\n\n".join(inspect.getsource(inspect.unwrap(f)) for f in functions).rstrip(), language="python")

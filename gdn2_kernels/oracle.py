@@ -1,7 +1,8 @@
 """float64 truth: the recurrence and its adjoint, token by token, in numpy.
 
-Imports nothing of the package and shares no formula with it: no chunks, no scans, no running sums of g. The
-gradients are written by hand and checked by finite differences (`tests/test_oracle.py`).
+Imports nothing of the package and shares no formula with it: no chunks, no scans, no
+running sums of g. The gradients are written by hand and checked by finite differences
+(`tests/test_oracle.py`).
 """
 
 import numpy as np
@@ -18,7 +19,9 @@ def _scale(scale, K):
 
 
 def _states(q, k, v, g, b, w, scale, initial_state):
-    """Per token: the decayed state that the erase reads, the net write, the state the output reads."""
+    """Per token: the decayed state that the erase reads, the net write, the state the
+    output reads.
+    """
     B, L, H, K = q.shape
     S = np.zeros((B, H, K, v.shape[-1])) if initial_state is None else _float64(initial_state)[0].copy()
     decayed, writes, states, outputs = [], [], [], []
@@ -35,7 +38,8 @@ def forward(q, k, v, g, b, w, *, scale=None, initial_state=None):
     """Outputs and final state of the recurrence in float64.
 
     Arguments:
-      q, k, g, b: (B, L, H, K); v, w: (B, L, H, V); initial_state: (B, H, K, V) or None for zeros. Any real dtype.
+      q, k, g, b: (B, L, H, K); v, w: (B, L, H, V); initial_state: (B, H, K, V) or None
+        for zeros. Any real dtype.
       scale: number, default K^-1/2.
     Returns:
       o (B, L, H, V) and final state (B, H, K, V), float64.
@@ -46,7 +50,8 @@ def forward(q, k, v, g, b, w, *, scale=None, initial_state=None):
 
 
 def backward(q, k, v, g, b, w, do=None, d_final_state=None, *, scale=None, initial_state=None):
-    """Gradients of sum(o*do) + sum(final_state*d_final_state) in float64; a missing cotangent counts as zero.
+    """Gradients of sum(o*do) + sum(final_state*d_final_state) in float64; a missing
+    cotangent counts as zero.
 
     Arguments: as `forward`; do (B, L, H, V), d_final_state (B, H, K, V).
     Returns: dict with the names of `GRADIENTS`.

@@ -1,4 +1,6 @@
-"""What every stage is made of: matrix products at a stated precision, and cutting a sequence into chunks."""
+"""What every stage is made of: matrix products at a stated precision, and cutting a
+sequence into chunks.
+"""
 
 import functools
 
@@ -10,12 +12,16 @@ PRECISIONS = ("default", "high", "highest")
 
 
 def compute_dtype(*arrays):
-    """float64 when every array is float64, else float32: nothing is accumulated in bfloat16."""
+    """float64 when every array is float64, else float32: nothing is accumulated in
+    bfloat16.
+    """
     return jnp.float64 if all(x.dtype == jnp.float64 for x in arrays) else jnp.float32
 
 
 def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float32 x as (high, low), both float32 that bfloat16 holds exactly; x - high - low <= 2^-17 |x|."""
+    """float32 x as (high, low), both float32 that bfloat16 holds exactly; x - high -
+    low <= 2^-17 |x|.
+    """
     # reduce_precision rather than a cast there and back: XLA may drop a pair of casts
     # (xla_allow_excess_precision), never this.
     high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
@@ -24,27 +30,31 @@ def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(a: jax.Array, b: jax.Array, precision: str) -> jax.Array:
-    """Product of the last two axes, accumulated in float32, the same bits of work on every platform.
+    """Product of the last two axes, accumulated in float32, the same bits of work on
+    every platform.
 
     Arguments:
       a: (..., M, K) float32. b: (..., K, N) float32, the same leading axes.
-      precision: "default" rounds both to bfloat16 (one pass of a v5e matrix unit), "high" keeps a high and
-        a low bfloat16 part and drops low x low (three passes, bf16x3), "highest" is a float32 product (six
-        passes on a TPU, plain float32 elsewhere). float64 operands are multiplied in float64 whatever it says.
+      precision: "default" rounds both to bfloat16 (one pass of a v5e matrix unit),
+        "high" keeps a high and a low bfloat16 part and drops low x low (three passes,
+        bf16x3), "highest" is a float32 product (six passes on a TPU, plain float32
+        elsewhere). float64 operands are multiplied in float64 whatever it says.
     Returns:
       (..., M, N). Its gradient is two products of the same precision.
     """
-    # An explicit precision: the meaning must not move with jax_default_matmul_precision.
+    # An explicit precision: the meaning must not move with
+    # jax_default_matmul_precision.
     exact = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-    # DEFAULT is one bfloat16 pass on a TPU, exact for operands that are already bfloat16 values;
-    # a CPU multiplies them in float32, exact as well.
+    # DEFAULT is one bfloat16 pass on a TPU, exact for operands that are already
+    # bfloat16 values; a CPU multiplies them in float32, exact as well.
     one_pass = functools.partial(jnp.matmul, precision=lax.Precision.DEFAULT)
     if precision == "highest" or a.dtype == jnp.float64:
         return exact(a, b)
     (a_high, a_low), (b_high, b_low) = split(a), split(b)
     if precision == "default":
         return one_pass(a_high, b_high)
-    return one_pass(a_high, b_high) + (one_pass(a_high, b_low) + one_pass(a_low, b_high))
+    small = one_pass(a_high, b_low) + one_pass(a_low, b_high)
+    return one_pass(a_high, b_high) + small
 
 
 def _matmul_forward(a, b, precision):
@@ -52,7 +62,8 @@ def _matmul_forward(a, b, precision):
 
 
 def _matmul_backward(precision, operands, d_out):
-    # Left to itself, autodiff would send the cotangent through reduce_precision: a bfloat16 gradient.
+    # Left to itself, autodiff would send the cotangent through reduce_precision: a
+    # bfloat16 gradient.
     a, b = operands
     return matmul(d_out, b.mT, precision), matmul(a.mT, d_out, precision)
 
@@ -63,12 +74,13 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 def to_chunks(x: jax.Array, chunk_size: int, N: int) -> jax.Array:
     """(B, L, H, D) -> (N, B*H, C, D), the tail filled with zeros up to N chunks.
 
-    Zeros are tokens that do nothing: g = 0 decays nothing, k = 0 writes and erases nothing, and what q = 0
-    reads is cut off again by `from_chunks`.
+    Zeros are tokens that do nothing: g = 0 decays nothing, k = 0 writes and erases
+    nothing, and what q = 0 reads is cut off again by `from_chunks`.
     """
     B, L, H, D = x.shape
     x = jnp.pad(x, ((0, 0), (0, N * chunk_size - L), (0, 0), (0, 0)))
-    return x.reshape(B, N, chunk_size, H, D).transpose(1, 0, 3, 2, 4).reshape(N, B * H, chunk_size, D)
+    x = x.reshape(B, N, chunk_size, H, D).transpose(1, 0, 3, 2, 4)
+    return x.reshape(N, B * H, chunk_size, D)
 
 
 def from_chunks(x: jax.Array, B: int, L: int) -> jax.Array:

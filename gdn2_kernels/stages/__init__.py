@@ -1,8 +1,10 @@
 """The stages, one module each, in the order of the story. Internal contract:
 
-    stage(q, k, v, g, b, w, scale, initial_state, *, precision, chunk_size, interpret) -> (o, final_state)
+    stage(q, k, v, g, b, w, scale, initial_state, *, precision, chunk_size, interpret)
+    -> (o, final_state)
 
-on checked arguments: `scale` a scalar array, `initial_state` an array, `chunk_size` and `interpret` possibly None.
+on checked arguments: `scale` a scalar array, `initial_state` an array, `chunk_size` and
+  `interpret` possibly None.
 """
 
 from gdn2_kernels.stages import associative_scan, recurrence, wy

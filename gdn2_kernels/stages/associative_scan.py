@@ -2,11 +2,14 @@
 
 A token maps the state by S -> A_t S + M_t with
 
-    A_t = (I - k_t (b_t*k_t)^T) diag(exp(g_t))   (K, K)        M_t = k_t (w_t*v_t)^T   (K, V)
+    A_t = (I - k_t (b_t*k_t)^T) diag(exp(g_t))    (K, K)
+    M_t = k_t (w_t*v_t)^T                         (K, V)
 
-and maps compose: (A, M) after (A', M') is (A A', A M' + M). Composition is associative, so all prefixes come in
-2 log2(L) steps (Blelloch, "Prefix sums and their applications", 1990). Each step multiplies whole K x K
-matrices, and every token owns one: that is what this form costs, and why the book goes on.
+and maps compose: (A, M) after (A', M') is (A A', A M' + M). Composition is associative,
+so all prefixes come in 2 log2(L) steps (Blelloch, "Prefix sums and their applications",
+1990). Each step multiplies whole K x K
+matrices, and every token owns one: that is what this form costs, and why the book goes
+  on.
 """
 
 import functools
@@ -21,17 +24,22 @@ HBM_BYTES = 16 * 2**30  # of one v5e chip
 ALL_AT_ONCE_BYTES = HBM_BYTES // 2  # the other half is left to the rest of the program
 
 
+# Alive at the peak of the backward pass, in units of one pair of maps per token: the
+# maps, the states and the halves that the scan is working on. Read off what the v5e
+# compiler reports (3.0 to 3.3); a test holds it there.
+COPIES = 3.5
+
+
 def head_bytes(L: int, K: int, V: int, itemsize: int = 4) -> int:
-    """Peak bytes of one head, forward and backward: what one (batch, head) pair adds to the program.
+    """Bytes of v5e memory that forward and backward of one (batch, head) pair take.
 
-    At the peak of the backward scan the maps, the states, their gradients and the scan's own halves are
-    alive: COPIES times the L pairs of a K x K and a K x V matrix. The factor was read off compiled programs;
-    a test holds it to what the compiler reports.
+    A K x K and a K x V matrix for each of L tokens, COPIES times. The minor axis of an
+    array fills whole rows of 128 lanes on a TPU, so 64 channels take the room of 128.
+    (XLA on a CPU pads nothing but keeps the bfloat16 parts of precision "high" besides:
+    about the same for K = 64, twice as much for K = 128.)
     """
-    return COPIES * L * K * (K + V) * itemsize
-
-
-COPIES = 4
+    lanes = sum(-(-D // 128) * 128 for D in (K, V))
+    return int(COPIES * L * K * lanes * itemsize)
 
 
 def compose(later_maps, earlier_maps, precision):
@@ -41,9 +49,12 @@ def compose(later_maps, earlier_maps, precision):
 
 
 def _prefixes(A, M, precision, reverse=False):
-    # One array for the pair would save nothing: A A' and A M' read the same A, and XLA sees that.
-    scanned = lax.associative_scan(lambda x, y: compose(y, x, precision), (A, M), reverse=reverse)
-    return scanned[1]
+    # One array for the pair would save nothing: A A' and A M' read the same A, and XLA
+    # sees that.
+    def after(earlier, later):
+        return compose(later, earlier, precision)
+
+    return lax.associative_scan(after, (A, M), reverse=reverse)[1]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -52,9 +63,9 @@ def linear_scan(A: jax.Array, M: jax.Array, precision: str) -> jax.Array:
 
     Arguments: A (L, K, K), M (L, K, V). Returns: (L, K, V).
 
-    The adjoint of a linear recurrence is a linear recurrence that runs the other way, D_t = A_{t+1}^T D_{t+1} +
-    dS_t, so the backward pass is a second scan. Differentiating through the scan instead would keep the
-    matrices of all its levels.
+    The adjoint of a linear recurrence is a linear recurrence that runs the other way,
+    D_t = A_{t+1}^T D_{t+1} + dS_t, so the backward pass is a second scan.
+    Differentiating through the scan instead would keep the matrices of all its levels.
     """
     return _prefixes(A, M, precision)
 
@@ -76,22 +87,27 @@ linear_scan.defvjp(_linear_scan_forward, _linear_scan_backward)
 
 
 def one_head(q, k, v, g, b, w, initial_state, precision):
-    """One head of one sequence: q, k, g, b (L, K); v, w (L, V); initial_state (K, V)."""
+    """One head of one sequence: q, k, g, b (L, K); v, w (L, V); initial_state (K, V).
+    """
     decay = jnp.exp(g)
     A = jax.vmap(jnp.diag)(decay) - k[:, :, None] * (b * k * decay)[:, None, :]
     M = k[:, :, None] * (w * v)[:, None, :]
-    # The initial state enters through the first token, so that the prefix of A alone is never needed.
+    # The initial state enters through the first token, so that the prefix of A alone is
+    # never needed.
     M = M.at[0].add(matmul(A[0], initial_state, precision))
     S = linear_scan(A, M, precision)
     return jnp.einsum("lk,lkv->lv", q, S, precision=lax.Precision.HIGHEST), S[-1]
 
 
-def associative_scan(q, k, v, g, b, w, scale, initial_state, *, precision, chunk_size, interpret):
-    """Parallel prefix over tokens. Shapes and contract as `gdn2`; `chunk_size` and `interpret` change nothing.
+def associative_scan(
+    q, k, v, g, b, w, scale, initial_state, *, precision, chunk_size, interpret
+):  # fmt: skip
+    """Parallel prefix over tokens. Shapes and contract as `gdn2`; `chunk_size` and
+    `interpret` change nothing.
 
-    Memory: `head_bytes(L, K, V)` for each head worked on at once. All heads are, while that stays below half of a
-    v5e's memory; above it they are mapped one after another, and the backward pass scans a head again instead of keeping
-    its matrices.
+    Memory: `head_bytes(L, K, V)` for each head worked on at once. All heads are, while
+    that stays below half of a v5e's memory; above it they are mapped one after another,
+    and the backward pass scans a head again instead of keeping its matrices.
 
     Raises:
       ValueError: not even one head fits the 16 GiB of a v5e.
@@ -103,15 +119,18 @@ def associative_scan(q, k, v, g, b, w, scale, initial_state, *, precision, chunk
     needed = head_bytes(L, K, V, jnp.dtype(dtype).itemsize)
     if needed > HBM_BYTES:
         raise ValueError(
-            f"stage='associative_scan' needs {needed:,} bytes for one head of L={L}, K={K}, V={V}: it keeps a "
-            f"K x K and a K x V matrix for every token. A v5e has {HBM_BYTES:,} bytes. Use stage='wy', or a "
-            f"shorter L with the state carried over."
+            f"stage='associative_scan' needs {needed:,} bytes for one head of "
+            f"L={L}, K={K}, V={V}: it keeps a K x K and a K x V matrix for every token. "
+            f"A v5e has {HBM_BYTES:,} bytes. Use stage='wy', or a shorter L with the "
+            "state carried over."
         )
 
     def heads_first(x):  # (B, L, H, D) -> (B*H, L, D)
         return jnp.moveaxis(x.astype(dtype), 2, 1).reshape(B * H, L, x.shape[-1])
 
-    inputs = (*map(heads_first, (q * scale.astype(dtype), k, v, g, b, w)), initial_state.reshape(B * H, K, V))
+    q = q * scale.astype(dtype)
+    inputs = [heads_first(x) for x in (q, k, v, g, b, w)]
+    inputs.append(initial_state.reshape(B * H, K, V))
     head = functools.partial(one_head, precision=precision)
     if B * H * needed <= ALL_AT_ONCE_BYTES:
         o, final_state = jax.vmap(head)(*inputs)

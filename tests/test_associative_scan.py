@@ -1,0 +1,71 @@
+"""The baseline: composition, its adjoint, and the memory it says it takes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gdn2_kernels as gk
+from gdn2_kernels import bench
+from gdn2_kernels.stages import associative_scan
+from helpers import TOLERANCE, assert_close, make, results, truth
+
+
+def test_composition_is_associative():
+    with jax.experimental.enable_x64():
+        random = np.random.default_rng(0)
+        one, two, three = [(random.normal(size=(4, 4)), random.normal(size=(4, 3))) for _ in range(3)]
+
+        def after(later, earlier):
+            return associative_scan.compose(later, earlier, "highest")
+
+        for left, right in zip(after(three, after(two, one)), after(after(three, two), one)):
+            np.testing.assert_allclose(left, right, atol=1e-12)
+
+
+def test_linear_scan_and_its_adjoint():
+    with jax.experimental.enable_x64():
+        random = np.random.default_rng(0)
+        A, M = jnp.asarray(0.5 * random.normal(size=(9, 4, 4))), jnp.asarray(random.normal(size=(9, 4, 3)))
+
+        def one_by_one(A, M):
+            def step(S, x):
+                S = x[0] @ S + x[1]
+                return S, S
+
+            return jax.lax.scan(step, jnp.zeros((4, 3)), (A, M))[1]
+
+        S, pull_back = jax.vjp(lambda *x: associative_scan.linear_scan(*x, "highest"), A, M)
+        expected, expected_pull_back = jax.vjp(one_by_one, A, M)
+        np.testing.assert_allclose(S, expected, atol=1e-12)
+        d = jnp.asarray(random.normal(size=S.shape))
+        for found, wanted in zip(pull_back(d), expected_pull_back(d)):
+            np.testing.assert_allclose(found, wanted, atol=1e-12)
+
+
+def test_heads_one_after_another(monkeypatch):
+    """What happens when all heads at once would not fit: the same numbers."""
+    x = make(21, 8, 16, seed=3)
+    monkeypatch.setattr(associative_scan, "ALL_AT_ONCE_BYTES", 0)
+    assert_close(results("associative_scan", *x), truth(*x), TOLERANCE["float32", "highest"])
+
+
+def test_refuses_what_one_head_cannot_fit():
+    too_long = 200_000
+    shapes = [jax.ShapeDtypeStruct((1, too_long, 1, 128), jnp.float32)] * 6
+    needed = associative_scan.head_bytes(too_long, 128, 128)
+    assert needed > associative_scan.HBM_BYTES
+    with pytest.raises(ValueError, match=f"associative_scan.*{needed:,} bytes.*L=200000"):
+        jax.eval_shape(lambda *x: gk.gdn2(*x, stage="associative_scan"), *shapes)
+
+
+def test_memory_on_this_machine_is_near_the_stated_one():
+    L, D = 1024, 64
+    inputs = bench.example_inputs(1, L, 1, D, D)
+
+    def loss(*x):
+        return jnp.square(gk.gdn2(*x, stage="associative_scan")[0]).sum()
+
+    memory = jax.jit(jax.grad(loss, argnums=range(6))).lower(*inputs).compile().memory_analysis()
+    stated = associative_scan.head_bytes(L, D, D)
+    assert 0.5 * stated < memory.temp_size_in_bytes < 1.5 * stated

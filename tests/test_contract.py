@@ -1,0 +1,123 @@
+"""What every stage promises: the recurrence, for every decay, length, shape and dtype, with all gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gdn2_kernels as gk
+from helpers import GATES, TOLERANCE, assert_close, make, results, truth, wrong_signs
+
+stages = pytest.mark.parametrize("stage", gk.STAGES)
+# The recurrence has no products to round, so one word is enough for it.
+stages_and_precisions = pytest.mark.parametrize(
+    "stage, precision",
+    [("recurrence", "high")] + [(s, p) for s in gk.STAGES[1:] for p in ("default", "high", "highest")],
+)
+L = 70  # one shape for most tests: it is compiled once
+
+
+@pytest.mark.parametrize("gate", GATES)
+@stages_and_precisions
+def test_every_decay(stage, precision, gate):
+    x = make(L, gate=gate)
+    found, expected = results(stage, *x, precision=precision), truth(*x)
+    assert_close(found, expected, TOLERANCE["float32", precision])
+    if precision != "default":
+        # Elements below 1e-6 of the typical size may owe their sign to the rounding of the inputs' products.
+        assert wrong_signs(found["dg"], expected["dg"], floor=1e-6 * np.abs(expected["dg"]).mean()) == 0
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 65, 129, 300])
+@stages
+def test_every_length(stage, length):
+    x = make(length, 8, 16, B=1, gate="bursts")
+    assert_close(results(stage, *x), truth(*x), TOLERANCE["float32", "highest"])
+
+
+@pytest.mark.parametrize("K, V", [(8, 256), (256, 8), (48, 80), (128, 128), (1, 3)])
+@stages
+def test_every_head_size(stage, K, V):
+    x = make(19, K, V, B=1, H=1)
+    assert_close(results(stage, *x, precision="high"), truth(*x), TOLERANCE["float32", "high"])
+
+
+@stages
+def test_erase_gate_up_to_two(stage):
+    x = make(L, gate="-0.01", b_max=2.0)
+    assert_close(results(stage, *x), truth(*x), TOLERANCE["float32", "highest"])
+
+
+@stages
+def test_bfloat16(stage):
+    inputs, state, do, d_state = make(L, gate="-1")
+    narrow = [np.asarray(jnp.asarray(x, jnp.bfloat16)) for x in (*inputs, do)]
+    found = results(stage, narrow[:6], state, narrow[6], d_state, precision="high")
+    assert_close(found, truth(narrow[:6], state, narrow[6], d_state), TOLERANCE["bfloat16", "high"])
+    for name in ("o", "dq", "dk", "dv", "dg", "db", "dw"):
+        assert found[name].dtype == jnp.bfloat16, name
+    assert found["final_state"].dtype == found["d_initial_state"].dtype == np.float32
+
+
+@stages
+def test_mixed_dtypes_keep_their_own(stage):
+    inputs, state, do, d_state = make(L, gate="-0.01")
+    # bfloat16 activations with float32 gates, as a layer has them: the decay must not pass through bfloat16.
+    mixed = [np.asarray(jnp.asarray(x, jnp.bfloat16)) if i in (0, 1, 2) else x for i, x in enumerate(inputs)]
+    found = results(stage, mixed, state, do, d_state, precision="high")
+    assert [found[n].dtype for n in ("o", "dq", "dg", "dw")] == [jnp.bfloat16, jnp.bfloat16, np.float32, np.float32]
+    assert_close(found, truth(mixed, state, do, d_state), TOLERANCE["bfloat16", "high"])
+    exact = ("final_state", "dg", "db", "dw")  # these see no bfloat16 rounding of results, only of do
+    rounded_do = np.asarray(jnp.asarray(do, jnp.bfloat16))
+    assert_close(found, truth(mixed, state, rounded_do, d_state), TOLERANCE["float32", "high"], exact)
+
+
+@stages
+def test_float64(stage):
+    with jax.experimental.enable_x64():
+        x = make(33, gate="per channel", dtype=np.float64)
+        x = (x[0], x[1].astype(np.float64), x[2], x[3].astype(np.float64))
+        found = results(stage, *x, precision="default")
+        assert all(value.dtype == np.float64 for value in found.values())
+        assert_close(found, truth(*x), TOLERANCE["float64", "default"])
+
+
+@pytest.mark.parametrize("missing", ["do", "d_final_state"])
+@stages
+def test_one_cotangent_alone(stage, missing):
+    inputs, state, do, d_state = make(L)
+    do, d_state = (0 * do, d_state) if missing == "do" else (do, 0 * d_state)
+    found = results(stage, inputs, state, do, d_state)
+    assert_close(found, truth(inputs, state, do, d_state), TOLERANCE["float32", "highest"])
+    if missing == "do":
+        assert not found["dq"].any()
+
+
+@stages
+def test_two_runs_are_equal_and_inputs_stay(stage):
+    x = make(L)
+    kept = [a.copy() for a in (*x[0], *x[1:])]
+    first, second = results(stage, *x), results(stage, *x)
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    assert all(np.array_equal(a, b) for a, b in zip(kept, (*x[0], *x[1:])))
+
+
+@stages
+def test_batch_and_heads_are_independent(stage):
+    inputs, state, do, d_state = make(L, B=2, H=2, gate="-1")
+    base = results(stage, inputs, state, do, d_state)
+    swapped = results(stage, [x[::-1, :, ::-1] for x in inputs], state[::-1, ::-1], do[::-1, :, ::-1], d_state[::-1, ::-1])
+    for name, value in swapped.items():
+        back = value[::-1, ::-1] if "state" in name else value[::-1, :, ::-1]
+        assert np.array_equal(back, base[name]), name
+
+
+@pytest.mark.parametrize("cut", [1, 7, 32, 64, 69])
+@stages
+def test_split_through_the_state(stage, cut):
+    inputs, state, do, d_state = make(L)
+    o, final_state = gk.gdn2(*inputs, initial_state=state, stage=stage, precision="highest")
+    first, carried = gk.gdn2(*[x[:, :cut] for x in inputs], initial_state=state, stage=stage, precision="highest")
+    second, last = gk.gdn2(*[x[:, cut:] for x in inputs], initial_state=carried, stage=stage, precision="highest")
+    np.testing.assert_allclose(np.concatenate([first, second], 1), o, atol=5e-6)
+    np.testing.assert_allclose(last, final_state, atol=5e-6)

@@ -1,0 +1,116 @@
+"""jit, grad, vmap, scan, checkpoint, shard_map, x64 and the program's own matmul precision leave the answer alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import gdn2_kernels as gk
+from helpers import make
+
+INPUTS, STATE, DO, D_STATE = make(20, 8, 16, gate="-1")
+stages = pytest.mark.parametrize("stage", gk.STAGES)
+
+
+def run(stage, *inputs, **options):
+    return gk.gdn2(*inputs, stage=stage, precision="high", **options)
+
+
+def loss(stage, inputs, state=None):
+    o, final_state = run(stage, *inputs, initial_state=state)
+    return (o * DO[: o.shape[0]]).sum() + (final_state * D_STATE[: o.shape[0]]).sum()
+
+
+@functools.cache
+def plain(stage):
+    return run(stage, *INPUTS), jax.grad(lambda x: loss(stage, x))(INPUTS)
+
+
+def same(found, expected, tolerance=2e-5):
+    # Another program may sum in another order: equal to rounding.
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * np.abs(y).max())
+
+
+@stages
+def test_jit(stage):
+    same(jax.jit(lambda x: run(stage, *x))(INPUTS), plain(stage)[0])
+    same(jax.jit(jax.grad(lambda x: loss(stage, x)))(INPUTS), plain(stage)[1])
+
+
+@stages
+def test_vmap(stage):
+    stacked = [np.stack([x, x[::-1]]) for x in INPUTS]
+    o, state = jax.vmap(lambda *x: run(stage, *x))(*stacked)
+    same((o[0], state[0]), plain(stage)[0])
+    same((o[1, ::-1], state[1, ::-1]), plain(stage)[0])
+    gradients = jax.vmap(jax.grad(lambda x: loss(stage, x)))(stacked)
+    same([x[0] for x in gradients], plain(stage)[1])
+
+
+@stages
+def test_scan_over_pieces(stage):
+    pieces = [np.moveaxis(x.reshape(2, 4, 5, 2, -1), 1, 0) for x in INPUTS]
+
+    def step(state, x):
+        o, state = run(stage, *x, initial_state=state)
+        return state, o
+
+    state, o = jax.lax.scan(step, jnp.zeros_like(STATE), pieces)
+    same((jnp.moveaxis(o, 0, 1).reshape(2, 20, 2, 16), state), plain(stage)[0])
+
+
+@stages
+def test_checkpoint(stage):
+    same(jax.grad(jax.checkpoint(lambda x: loss(stage, x)))(INPUTS), plain(stage)[1])
+
+
+@stages
+def test_state_of_none_in_a_pytree(stage):
+    def from_dict(x):
+        return loss(stage, x["inputs"], x["state"])
+
+    gradients = jax.jit(jax.grad(from_dict))({"inputs": INPUTS, "state": None})
+    assert gradients["state"] is None
+    same(gradients["inputs"], plain(stage)[1])
+
+
+@stages
+def test_x64_on_gives_the_same_float32_numbers(stage):
+    expected = plain(stage)
+    with jax.experimental.enable_x64():
+        o, state = run(stage, *INPUTS)
+        gradients = jax.grad(lambda x: loss(stage, x))(INPUTS)
+    assert o.dtype == state.dtype == np.float32 and all(x.dtype == np.float32 for x in gradients)
+    same(((o, state), gradients), expected)
+
+
+@pytest.mark.parametrize("setting", ["default", "high", "highest", "bfloat16", "tensorfloat32", "float32"])
+@stages
+def test_matmul_precision_of_the_program(stage, setting):
+    expected = plain(stage)
+    with jax.default_matmul_precision(setting):
+        found = jax.jit(lambda x: (run(stage, *x), jax.grad(lambda x: loss(stage, x))(x)))(INPUTS)
+    same(found, expected)
+
+
+@stages
+def test_shard_map_over_batch_and_heads(stage):
+    shard_map = getattr(jax, "shard_map", None)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("batch", "head"))
+    data, state = PartitionSpec("batch", None, "head"), PartitionSpec("batch", "head")
+
+    @functools.partial(shard_map, mesh=mesh, in_specs=(data,) * 6, out_specs=(data, state))
+    def sharded(*x):
+        return run(stage, *x)
+
+    same(jax.jit(sharded)(*INPUTS), plain(stage)[0])
+
+    def sharded_loss(x):
+        o, final_state = sharded(*x)
+        return (o * DO).sum() + (final_state * D_STATE).sum()
+
+    same(jax.jit(jax.grad(sharded_loss))(tuple(INPUTS)), tuple(plain(stage)[1]))

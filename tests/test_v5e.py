@@ -1,0 +1,68 @@
+"""Every stage is accepted by the v5e compiler, and the baseline takes the memory that it says."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gdn2_kernels as gk
+from gdn2_kernels import v5e
+from gdn2_kernels.stages import associative_scan
+
+try:
+    v5e.compile(lambda x: x + 1, jax.ShapeDtypeStruct((8, 128), jnp.float32))
+except v5e.Unavailable as reason:
+    pytest.skip(str(reason), allow_module_level=True)
+
+
+def shapes(B, L, H, K, V, dtype=jnp.float32):
+    return [jax.ShapeDtypeStruct((B, L, H, D), dtype) for D in (K, K, V, K, K, V)]
+
+
+def gradients(stage, **options):
+    def loss(*inputs):
+        o, state = gk.gdn2(*inputs, stage=stage, **options)
+        return jnp.square(o.astype(jnp.float32)).sum() + jnp.square(state).sum()
+
+    return jax.grad(loss, argnums=range(6))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("stage", gk.STAGES)
+def test_compiles(stage, dtype):
+    report = v5e.compile(gradients(stage), *shapes(1, 100, 2, 128, 64, dtype))
+    assert report.temporary_bytes > 0 and "bytes" in str(report)
+
+
+@pytest.mark.parametrize("setting", ["high", "highest"])
+def test_compiles_under_the_programs_own_precision(setting):
+    with jax.default_matmul_precision(setting):
+        v5e.compile(gradients("wy"), *shapes(1, 64, 1, 64, 64, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("L, D", [(512, 128), (1024, 64)])
+def test_one_head_of_the_baseline_takes_what_it_says(L, D):
+    report = v5e.compile(gradients("associative_scan"), *shapes(1, L, 1, D, D))
+    stated = associative_scan.head_bytes(L, D, D)
+    assert 0.6 * stated < report.temporary_bytes < 1.1 * stated
+
+
+def test_the_baseline_fits_the_published_shape():
+    """B=4, H=6, L=2048, K=V=128 with gradients on a chip of 16 GiB: heads one after another."""
+    report = v5e.compile(gradients("associative_scan"), *shapes(4, 2048, 6, 128, 128))
+    assert report.total_bytes < associative_scan.HBM_BYTES
+    assert report.temporary_bytes < 24 * associative_scan.head_bytes(2048, 128, 128) / 4
+
+
+def test_a_program_that_does_not_fit_is_refused():
+    with pytest.raises(v5e.CompileError, match="(?i)memory|exceed"):
+        big = jax.ShapeDtypeStruct((40_000, 200_000), jnp.float32)
+        v5e.compile(lambda x: x * 2, big)
+
+
+def test_missing_compiler_says_what_to_install(monkeypatch):
+    def missing(name):
+        raise v5e.compile.__globals__["importlib"].metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    with pytest.raises(v5e.Unavailable, match=r"jax\[tpu\]"):
+        v5e.compile(lambda x: x, jax.ShapeDtypeStruct((8, 128), jnp.float32))
