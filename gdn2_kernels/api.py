@@ -91,9 +91,7 @@ def gdn2(
     if interpret is not None and not isinstance(interpret, bool):
         raise ValueError(f"interpret: expected None, True or False, got {interpret!r}")
     return _run(
-        *inputs,
-        scale,
-        initial_state,
+        *_varying_alike(*inputs, scale, initial_state),
         stage=AUTO if stage == "auto" else stage,
         precision=precision,
         chunk_size=chunk_size,
@@ -104,6 +102,18 @@ def gdn2(
 @functools.partial(jax.jit, static_argnames=("stage", "precision", "chunk_size", "interpret"))
 def _run(*arguments, stage, **options):
     return stages.STAGES[stage](*arguments, **options)
+
+
+def _varying_alike(*arrays):
+    """Under shard_map: what is replicated made to vary over the axes of the rest.
+
+    A state or a gate made inside (zeros, say) does not vary over the mesh; loops and
+    hand-written gradients want it to. Its gradient is then summed over the mesh, once.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return arrays  # not under shard_map
+    zero = sum(jnp.where(False, x.ravel()[0].astype(jnp.float32), 0) for x in arrays)
+    return [jnp.where(True, x, zero.astype(x.dtype)) for x in arrays]
 
 
 # ------------------------------------------------------ checks

@@ -8,11 +8,11 @@ import pytest
 import gdn2_kernels as gk
 from gdn2_kernels import bench
 from gdn2_kernels.stages import associative_scan
-from helpers import TOLERANCE, assert_close, make, results, truth
+from helpers import TOLERANCE, assert_close, make, results, truth, x64
 
 
 def test_composition_is_associative():
-    with jax.experimental.enable_x64():
+    with x64():
         random = np.random.default_rng(0)
         one, two, three = [(random.normal(size=(4, 4)), random.normal(size=(4, 3))) for _ in range(3)]
 
@@ -24,7 +24,7 @@ def test_composition_is_associative():
 
 
 def test_linear_scan_and_its_adjoint():
-    with jax.experimental.enable_x64():
+    with x64():
         random = np.random.default_rng(0)
         A, M = jnp.asarray(0.5 * random.normal(size=(9, 4, 4))), jnp.asarray(random.normal(size=(9, 4, 3)))
 

@@ -1,12 +1,11 @@
 """What every stage promises: the recurrence, for every decay, length, shape and dtype, with all gradients."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import gdn2_kernels as gk
-from helpers import GATES, TOLERANCE, assert_close, make, results, truth, wrong_signs
+from helpers import GATES, TOLERANCE, assert_close, make, results, tolerance, truth, wrong_signs, x64
 
 stages = pytest.mark.parametrize("stage", gk.STAGES)
 # The recurrence has no products to round, so one word is enough for it.
@@ -22,10 +21,11 @@ L = 70  # one shape for most tests: it is compiled once
 def test_every_decay(stage, precision, gate):
     x = make(L, gate=gate)
     found, expected = results(stage, *x, precision=precision), truth(*x)
-    assert_close(found, expected, TOLERANCE["float32", precision])
+    assert_close(found, expected, tolerance(stage, "float32", precision))
     if precision != "default":
-        # Elements below 1e-6 of the typical size may owe their sign to the rounding of the inputs' products.
-        assert wrong_signs(found["dg"], expected["dg"], floor=1e-6 * np.abs(expected["dg"]).mean()) == 0
+        # Far below the typical size a sign may hang on the rounding of single products.
+        floor = max(1e-30, 1e-6 * np.abs(expected["dg"]).mean())
+        assert wrong_signs(found["dg"], expected["dg"], floor) == 0
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 65, 129, 300])
@@ -39,7 +39,7 @@ def test_every_length(stage, length):
 @stages
 def test_every_head_size(stage, K, V):
     x = make(19, K, V, B=1, H=1)
-    assert_close(results(stage, *x, precision="high"), truth(*x), TOLERANCE["float32", "high"])
+    assert_close(results(stage, *x), truth(*x), TOLERANCE["float32", "highest"])
 
 
 @stages
@@ -74,7 +74,7 @@ def test_mixed_dtypes_keep_their_own(stage):
 
 @stages
 def test_float64(stage):
-    with jax.experimental.enable_x64():
+    with x64():
         x = make(33, gate="per channel", dtype=np.float64)
         x = (x[0], x[1].astype(np.float64), x[2], x[3].astype(np.float64))
         found = results(stage, *x, precision="default")

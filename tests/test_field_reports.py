@@ -39,8 +39,8 @@ def test_identical_keys(stage):
     k = np.broadcast_to(key, q.shape)
     ones = np.ones_like(q)
     o, state = gk.gdn2(q, k, v, g, ones, ones, stage=stage, precision="highest")
-    assert relative_error(o, 0.25 * (q @ key)[..., None] * v) < 1e-6
-    assert relative_error(state[0, 0], np.outer(key, v[0, -1, 0])) < 1e-6
+    assert relative_error(o, 0.25 * (q @ key)[..., None] * v) < 5e-6
+    assert relative_error(state[0, 0], np.outer(key, v[0, -1, 0])) < 5e-6
 
 
 @stages

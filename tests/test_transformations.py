@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import gdn2_kernels as gk
-from helpers import make
+from helpers import make, x64
 
 INPUTS, STATE, DO, D_STATE = make(20, 8, 16, gate="-1")
 stages = pytest.mark.parametrize("stage", gk.STAGES)
@@ -81,7 +81,7 @@ def test_state_of_none_in_a_pytree(stage):
 @stages
 def test_x64_on_gives_the_same_float32_numbers(stage):
     expected = plain(stage)
-    with jax.experimental.enable_x64():
+    with x64():
         o, state = run(stage, *INPUTS)
         gradients = jax.grad(lambda x: loss(stage, x))(INPUTS)
     assert o.dtype == state.dtype == np.float32 and all(x.dtype == np.float32 for x in gradients)
@@ -99,11 +99,10 @@ def test_matmul_precision_of_the_program(stage, setting):
 
 @stages
 def test_shard_map_over_batch_and_heads(stage):
-    shard_map = getattr(jax, "shard_map", None)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("batch", "head"))
     data, state = PartitionSpec("batch", None, "head"), PartitionSpec("batch", "head")
 
-    @functools.partial(shard_map, mesh=mesh, in_specs=(data,) * 6, out_specs=(data, state))
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(data,) * 6, out_specs=(data, state))
     def sharded(*x):
         return run(stage, *x)
 
@@ -114,3 +113,25 @@ def test_shard_map_over_batch_and_heads(stage):
         return (o * DO).sum() + (final_state * D_STATE).sum()
 
     same(jax.jit(jax.grad(sharded_loss))(tuple(INPUTS)), tuple(plain(stage)[1]))
+
+
+@stages
+def test_replicated_state_and_gate_under_shard_map(stage):
+    """One state for all of the batch, and a gate made inside: the state's gradient is the sum over shards, once."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("batch",))
+    batch, everywhere = PartitionSpec("batch"), PartitionSpec()
+
+    def without_decay(q, k, v, b, w, state):
+        state = jnp.broadcast_to(state, (q.shape[0], *state.shape[1:]))
+        return run(stage, q, k, v, jnp.zeros(k.shape), b, w, initial_state=state)
+
+    sharded = jax.shard_map(without_decay, mesh=mesh, in_specs=(batch,) * 5 + (everywhere,), out_specs=(batch, batch))
+
+    def gradient(f):
+        def of_state(state):
+            o, final_state = f(*[x for i, x in enumerate(INPUTS) if i != 3], state)
+            return (o * DO).sum() + (final_state * D_STATE).sum()
+
+        return jax.jit(jax.grad(of_state))(STATE[:1])
+
+    same(gradient(sharded), gradient(without_decay))

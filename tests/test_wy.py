@@ -9,7 +9,7 @@ import pytest
 
 import gdn2_kernels as gk
 from gdn2_kernels.stages import wy
-from helpers import TOLERANCE, assert_close, make, results, truth
+from helpers import TOLERANCE, assert_close, make, results, truth, x64
 
 
 def chunk(C, K=8, gate="-1", dtype=np.float64):
@@ -34,8 +34,8 @@ def test_each_pair_of_tokens_meets_at_one_level(C):
 def test_decay_factors(gate):
     C = 16
     _, _, _, g = chunk(C, gate=gate)
-    with jax.experimental.enable_x64():
-        factors, P, Q = wy.decay_factors(jnp.exp(g))
+    with x64():
+        factors, P, Q = jax.tree.map(np.asarray, wy.decay_factors(jnp.exp(g)))
     G = np.cumsum(g[0], 0)
     np.testing.assert_allclose(P[0], np.exp(G), rtol=1e-12)
     np.testing.assert_allclose(Q[0], np.exp(G[-1] - G), rtol=1e-9)
@@ -52,9 +52,10 @@ def test_decay_factors(gate):
 def test_scores_and_inverse(gate):
     C = 32
     q, k, bk, g = chunk(C, gate=gate)
-    with jax.experimental.enable_x64():
+    with x64():
         factors, _, _ = wy.decay_factors(jnp.exp(g))
-        Aqk, X = wy.forward_tree(*(jnp.asarray(x) for x in (q, k, bk)), factors, "highest")
+        tree = wy.forward_tree(*(jnp.asarray(x) for x in (q, k, bk)), factors, "highest")
+        Aqk, X = map(np.asarray, tree)
     G = np.cumsum(g[0], 0)
     decay = np.exp(np.minimum(G[:, None] - G[None, :], 0))
     np.testing.assert_allclose(Aqk[0], np.tril((q[0][:, None] * k[0][None] * decay).sum(-1)), atol=1e-14)
@@ -76,7 +77,7 @@ def test_inverse_of_repeated_keys(copies, b):
 
 
 def test_backward_is_the_gradient_of_the_forward():
-    with jax.experimental.enable_x64():
+    with x64():
         inputs, state, do, d_state = make(45, 8, 12, gate="per channel", dtype=np.float64, b_max=2.0)
         arguments = [jnp.asarray(x) for x in (*inputs, 0.4, state.astype(np.float64))]
         found = []

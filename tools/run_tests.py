@@ -24,7 +24,10 @@ def run(*command) -> bool:
 
 
 def pytest(venv: str, *arguments: str) -> bool:
-    return run(f"{venv}/bin/python", "-m", "pytest", "tests", *arguments, *shlex.split(os.environ.get("PYTEST_ARGS", "")))
+    # Most of the time is spent compiling, one core to a program: a process for each core, a file to each process.
+    parallel = ["-n", "auto", "--dist", "loadfile"]
+    extra = shlex.split(os.environ.get("PYTEST_ARGS", ""))
+    return run(f"{venv}/bin/python", "-m", "pytest", "tests", *parallel, *arguments, *extra)
 
 
 def jax_of(venv: str) -> str:

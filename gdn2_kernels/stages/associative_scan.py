@@ -7,9 +7,8 @@ A token maps the state by S -> A_t S + M_t with
 
 and maps compose: (A, M) after (A', M') is (A A', A M' + M). Composition is associative,
 so all prefixes come in 2 log2(L) steps (Blelloch, "Prefix sums and their applications",
-1990). Each step multiplies whole K x K
-matrices, and every token owns one: that is what this form costs, and why the book goes
-  on.
+1990). Each step multiplies whole K x K matrices, and every token owns one: that is what
+this form costs, and why the book goes on.
 """
 
 import functools
@@ -48,7 +47,7 @@ def compose(later_maps, earlier_maps, precision):
     return matmul(A, A_earlier, precision), matmul(A, M_earlier, precision) + M
 
 
-def _prefixes(A, M, precision, reverse=False):
+def prefixes(A, M, precision, reverse=False):
     # One array for the pair would save nothing: A A' and A M' read the same A, and XLA
     # sees that.
     def after(earlier, later):
@@ -67,18 +66,18 @@ def linear_scan(A: jax.Array, M: jax.Array, precision: str) -> jax.Array:
     D_t = A_{t+1}^T D_{t+1} + dS_t, so the backward pass is a second scan.
     Differentiating through the scan instead would keep the matrices of all its levels.
     """
-    return _prefixes(A, M, precision)
+    return prefixes(A, M, precision)
 
 
 def _linear_scan_forward(A, M, precision):
-    S = _prefixes(A, M, precision)
+    S = prefixes(A, M, precision)
     return S, (A, S)
 
 
 def _linear_scan_backward(precision, residuals, dS):
     A, S = residuals
     A_next = jnp.concatenate([A[1:], jnp.zeros_like(A[:1])]).mT
-    D = _prefixes(A_next, dS, precision, reverse=True)
+    D = prefixes(A_next, dS, precision, reverse=True)
     S_before = jnp.concatenate([jnp.zeros_like(S[:1]), S[:-1]])
     return matmul(D, S_before.mT, precision), D
 
