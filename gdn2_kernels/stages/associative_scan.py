@@ -25,7 +25,8 @@ ALL_AT_ONCE_BYTES = HBM_BYTES // 2  # the other half is left to the rest of the 
 
 # Alive at the peak of the backward pass, in units of one pair of maps per token: the
 # maps, the states and the halves that the scan is working on. Read off what the v5e
-# compiler reports (3.0 to 3.3); a test holds it there.
+# compiler reports (3.0 to 3.3 once the matrices are too large to stay in VMEM, from
+# about L = 2048 at K = 128; less before that); a test holds it there.
 COPIES = 3.5
 
 
