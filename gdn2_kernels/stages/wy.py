@@ -101,8 +101,9 @@ def forward_tree(q, k, bk, factors, precision):
 
     Two neighbouring blocks merge into [[Aqk1, 0], [Mq, Aqk2]] and
     [[X1, 0], [-X2 M X1, X2]], where Mq and M are the level's scores between the later
-    and the earlier half. This is block doubling: every intermediate is an inverse of a diagonal block, so it
-    is as tame as the answer. (Powers of A are not; see the chapter.)
+    and the earlier half. This is block doubling: every intermediate is an inverse of a
+    diagonal block, so it is as tame as the answer. (Powers of A are not; see the
+    chapter.)
     """
     # A token does not decay against itself.
     Aqk = (q * k).sum(-1).reshape(-1, 1, 1)

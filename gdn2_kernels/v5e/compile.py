@@ -2,9 +2,8 @@
 report what the compiler answers.
 
 libtpu, the compiler, comes from PyPI and needs no TPU. It takes a lock, reads its
-options once per process and would be
-in the way of a TPU that is there: so the program is exported here and compiled
-  elsewhere (`worker`).
+options once per process and would be in the way of a TPU that is there: so the program
+is exported here and compiled elsewhere (`worker`).
 """
 
 import dataclasses
