@@ -1,12 +1,12 @@
 """The public function: checks its arguments, fills in defaults, calls a stage."""
 
 import functools
-import math
 import numbers
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gdn2_kernels import stages, tile
 
@@ -35,11 +35,12 @@ def gdn2(
         S_t = (I - k_t (b_t*k_t)^T) diag(exp(g_t)) S_{t-1} + k_t (w_t*v_t)^T
         o_t = scale * S_t^T q_t
 
-    Exactly this, for every g <= 0: nothing is clipped, damped or bounded.
+    Exactly this, for every g <= 0: nothing is clipped, damped or bounded. (As long as
+    float32 holds it: keys with |k|^2 b well above 2 make the state grow by itself.)
     Differentiable (reverse mode) in the six inputs, `scale` and `initial_state`, for
     cotangents of both results; works under jit, grad, vmap, scan and jax.checkpoint.
-    Forward mode (jvp, jacfwd, hessian) works for stage "recurrence" only; the others
-    raise JAX's TypeError.
+    Forward mode (jvp, jacfwd, hessian) is promised for stage "recurrence" only; the
+    others have gradients written by hand, for which JAX raises a TypeError.
 
     Arguments:
       q, k: (B, L, H, K) query and key, usually of unit length. Any L >= 1.
@@ -55,9 +56,10 @@ def gdn2(
       initial_state: (B, H, K, V), rows are key channels; float32 (float64 with float64
         inputs); None means zeros.
       stage: "auto" (now "wy") or one of `gdn2_kernels.STAGES`.
-      precision: of every matrix product: "default" one bfloat16 pass, "high" three
-        (bf16x3), "highest" float32. Sums are float32 always. The same on every
-        platform.
+      precision: of matrix products: "default" one bfloat16 pass, "high" three
+        (bf16x3), "highest" float32. Sums and decays are float32 always. The same on
+        every platform. Stages "recurrence" and "associative_scan" always compute in
+        float32.
       chunk_size: tokens per chunk, a power of two; None lets the stage choose. Stages
         without chunks ignore it.
       interpret: for stages that are kernels: None compiles on a TPU and interprets
@@ -73,8 +75,9 @@ def gdn2(
     Raises:
       ValueError: naming the argument, what was expected and what came. A positive or
         NaN g is reported where its values are known, that is outside jit, vmap and
-        scan; inside, it is the caller's to avoid: exp(g) > 1 grows the state, and NaN
-        stays NaN.
+        scan, and looking waits for them; inside, it is the caller's to avoid: exp(g) > 1
+        grows the state. NaN or infinity in any input spreads to the tokens after it, in
+        stages with chunks also to those before it in its chunk: mask with zeros.
 
     Source: Gated DeltaNet-2, arXiv 2605.22791; argument order as in
       flash-linear-attention.
@@ -90,18 +93,33 @@ def gdn2(
     _check_chunk_size(chunk_size)
     if interpret is not None and not isinstance(interpret, bool):
         raise ValueError(f"interpret: expected None, True or False, got {interpret!r}")
-    return _run(
-        *_varying_alike(*inputs, scale, initial_state),
+    run = functools.partial(
+        _run,
         stage=AUTO if stage == "auto" else stage,
         precision=precision,
-        chunk_size=chunk_size,
+        chunk_size=chunk_size if chunk_size is None else int(chunk_size),
         interpret=interpret,
     )
+    run = _under_explicit_sharding(run, inputs[2])
+    return run(*_varying_alike(*inputs, scale, initial_state))
 
 
 @functools.partial(jax.jit, static_argnames=("stage", "precision", "chunk_size", "interpret"))
 def _run(*arguments, stage, **options):
     return stages.STAGES[stage](*arguments, **options)
+
+
+def _under_explicit_sharding(run, v):
+    """On a mesh whose axes are part of the types: results sharded over batch and heads
+    as v is, everything inside left to the compiler.
+    """
+    sharding = jax.typeof(v).sharding
+    if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+        return run
+    batch, _, heads, *_ = (*sharding.spec, None, None, None)
+    o, state = PartitionSpec(batch, None, heads), PartitionSpec(batch, heads)
+    results = tuple(NamedSharding(sharding.mesh, spec) for spec in (o, state))
+    return jax.sharding.auto_axes(run, out_sharding=results)
 
 
 def _varying_alike(*arrays):
@@ -122,14 +140,19 @@ DTYPES = ("float32", "bfloat16", "float64")
 
 
 def _array(name, x):
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        raise ValueError(f"{name}: expected an array, got {type(x).__name__}")
-    if x.dtype.name not in DTYPES:
-        raise ValueError(f"{name}: expected dtype float32 or bfloat16 (or float64 under x64), got {x.dtype.name}")
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise ValueError(
+            f"{name}: expected a JAX or numpy array, got {type(x).__name__}"
+        )
+    if x.dtype.name not in DTYPES or not x.dtype.isnative:
+        raise ValueError(
+            f"{name}: expected dtype float32 or bfloat16 (or float64 under x64), got "
+            f"{x.dtype.name if x.dtype.isnative else x.dtype.str}"
+        )
     if x.dtype == np.float64 and not jax.config.jax_enable_x64:
         # JAX would take the array and silently make it float32.
         raise ValueError(f"{name}: got float64 while jax_enable_x64 is off; cast it to float32 or switch x64 on")
-    return jnp.asarray(x)
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def _checked_inputs(*arrays):
@@ -180,15 +203,20 @@ def _check_log_decay(g):
 
 def _checked_scale(scale, K, dtype):
     if scale is None:
-        return jnp.asarray(K**-0.5, dtype)
+        return np.asarray(K**-0.5, dtype)
     number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
-    scalar = getattr(scale, "shape", None) == () and jnp.issubdtype(scale.dtype, jnp.floating)
-    if not (number or scalar):
-        got = f"shape {scale.shape}, dtype {scale.dtype}" if hasattr(scale, "shape") else repr(scale)
+    real = (jnp.floating, jnp.integer)
+    scalar = isinstance(scale, (jax.Array, np.ndarray)) and scale.shape == ()
+    if not (number or scalar and any(jnp.issubdtype(scale.dtype, x) for x in real)):
+        has_shape = hasattr(scale, "shape")
+        got = f"shape {scale.shape}, {scale.dtype}" if has_shape else repr(scale)
         raise ValueError(f"scale: expected a real scalar or None, got {got}")
-    if not isinstance(scale, jax.core.Tracer) and not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
-    return jnp.asarray(scale, dtype)
+    if isinstance(scale, jax.core.Tracer):
+        return scale.astype(dtype)
+    if not abs(scale) <= float(jnp.finfo(dtype).max):
+        name = jnp.dtype(dtype).name
+        raise ValueError(f"scale: expected a number that {name} holds, got {scale}")
+    return np.asarray(float(scale), dtype)
 
 
 def _checked_state(state, shape, dtype):
@@ -203,7 +231,7 @@ def _checked_state(state, shape, dtype):
 
 
 def _check_word(name, word, known):
-    if word not in known:
+    if not isinstance(word, str) or word not in known:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, known))}, got {word!r}")
 
 

@@ -45,6 +45,8 @@ def measure(fn, *args, repeats: int = 5) -> dict:
     Returns: milliseconds (median), quartiles, repeats; peak_bytes: arguments, results
       and temporaries as the compiler laid them out; compile_seconds.
     """
+    if repeats < 1:
+        raise ValueError(f"repeats: expected at least 1, got {repeats}")
     start = time.perf_counter()
     compiled = jax.jit(fn).lower(*args).compile()
     compile_seconds = time.perf_counter() - start

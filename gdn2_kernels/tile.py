@@ -19,8 +19,9 @@ def compute_dtype(*arrays):
 
 
 def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float32 x as (high, low), both float32 that bfloat16 holds exactly; x - high -
-    low <= 2^-17 |x|.
+    """float32 x as (high, low), both float32 numbers that bfloat16 holds exactly.
+
+    |x - high - low| <= 2^-17 |x| for 1e-30 < |x| < 3.3e38.
     """
     # reduce_precision rather than a cast there and back: XLA may drop a pair of casts
     # (xla_allow_excess_precision), never this.
@@ -57,18 +58,18 @@ def matmul(a: jax.Array, b: jax.Array, precision: str) -> jax.Array:
     return one_pass(a_high, b_high) + small
 
 
-def _matmul_forward(a, b, precision):
+def _matmul_fwd(a, b, precision):
     return matmul(a, b, precision), (a, b)
 
 
-def _matmul_backward(precision, operands, d_out):
+def _matmul_bwd(precision, operands, d_out):
     # Left to itself, autodiff would send the cotangent through reduce_precision: a
     # bfloat16 gradient.
     a, b = operands
     return matmul(d_out, b.mT, precision), matmul(a.mT, d_out, precision)
 
 
-matmul.defvjp(_matmul_forward, _matmul_backward)
+matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 def to_chunks(x: jax.Array, chunk_size: int, N: int) -> jax.Array:

@@ -26,14 +26,6 @@ TOLERANCE = {
 }
 
 
-# A prefix is a product of up to 2 log2(L) rounded products: "high" reaches 2.4e-5 where nothing decays.
-FACTOR = {"associative_scan": 3}
-
-
-def tolerance(stage, dtype, precision):
-    return TOLERANCE[dtype, precision] * FACTOR.get(stage, 1)
-
-
 def x64():
     """Context with jax_enable_x64 on; the name moved in JAX 0.8."""
     return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64()

@@ -47,6 +47,11 @@ BAD = {
     "scale a vector": ("scale", dict(scale=jnp.ones(4)), r"\(4,\)"),
     "scale a word": ("scale", dict(scale="auto"), "'auto'"),
     "scale not finite": ("scale", dict(scale=float("inf")), "inf"),
+    "scale beyond float32": ("scale", dict(scale=1e39), "float32 holds, got 1e"),
+    "scale beyond any float": ("scale", dict(scale=10**400), "float32 holds"),
+    "a shape without values": ("v", dict(v=jax.ShapeDtypeStruct(V.shape, jnp.float32)), "ShapeDtypeStruct"),
+    "bytes the other way round": ("k", dict(k=K.astype(">f4")), ">f4"),
+    "stage an array": ("stage", dict(stage=np.array(["wy"])), "expected one of"),
     "interpret a word": ("interpret", dict(interpret="yes"), "'yes'"),
 }
 
@@ -88,12 +93,18 @@ def test_g_of_minus_infinity_forgets():
 @pytest.mark.parametrize("stage", gk.STAGES)
 def test_scale_python_numpy_or_traced(stage):
     plain, _ = call(scale=0.3, stage=stage)
-    for scale in (np.float32(0.3), np.float64(0.3), jnp.float32(0.3)):
+    for scale in (np.float32(0.3), np.float64(0.3), np.array(0.3), jnp.float32(0.3)):
         assert np.array_equal(call(scale=scale, stage=stage)[0], plain)
     np.testing.assert_allclose(jax.jit(lambda s: call(scale=s, stage=stage)[0])(0.3), plain, rtol=1e-5, atol=1e-7)
     slope = jax.grad(lambda s: (call(scale=s, stage=stage)[0] * V).sum())(0.3)
     np.testing.assert_allclose(slope, (plain * V).sum() / 0.3, rtol=1e-4)
     assert np.array_equal(call(stage=stage)[0], call(scale=0.5, stage=stage)[0])  # K = 4
+    assert np.array_equal(call(scale=jnp.int32(1), stage=stage)[0], call(scale=1, stage=stage)[0])
+
+
+@pytest.mark.parametrize("chunk_size", [np.uint8(8), np.int8(64), 2**40])
+def test_chunk_size_of_any_integer_kind(chunk_size):
+    np.testing.assert_allclose(call(chunk_size=chunk_size)[0], call()[0], rtol=1e-4, atol=1e-5)
 
 
 def test_auto_is_a_stage():

@@ -11,22 +11,28 @@ from gdn2_kernels.stages import associative_scan
 from helpers import TOLERANCE, assert_close, make, results, truth, x64
 
 
-def test_composition_is_associative():
+def maps(L, seed=0):
+    """A (L, 4, 4), M (L, 4, 3) in float64; to be used under x64."""
+    random = np.random.default_rng(seed)
+    return jnp.asarray(0.5 * random.normal(size=(L, 4, 4))), jnp.asarray(random.normal(size=(L, 4, 3)))
+
+
+def test_composition_is_that_of_maps_and_associative():
     with x64():
-        random = np.random.default_rng(0)
-        one, two, three = [(random.normal(size=(4, 4)), random.normal(size=(4, 3))) for _ in range(3)]
+        one, two, three = ([x[i] for x in maps(3)] for i in range(3))
+        compose = associative_scan.compose
 
-        def after(later, earlier):
-            return associative_scan.compose(later, earlier, "highest")
+        def apply(maps, S):
+            return maps[0] @ S + maps[1]
 
-        for left, right in zip(after(three, after(two, one)), after(after(three, two), one)):
+        S = jnp.ones((4, 3))
+        np.testing.assert_allclose(apply(compose(two, one), S), apply(two, apply(one, S)), atol=1e-12)
+        for left, right in zip(compose(three, compose(two, one)), compose(compose(three, two), one)):
             np.testing.assert_allclose(left, right, atol=1e-12)
 
 
 def test_linear_scan_and_its_adjoint():
     with x64():
-        random = np.random.default_rng(0)
-        A, M = jnp.asarray(0.5 * random.normal(size=(9, 4, 4))), jnp.asarray(random.normal(size=(9, 4, 3)))
 
         def one_by_one(A, M):
             def step(S, x):
@@ -35,11 +41,11 @@ def test_linear_scan_and_its_adjoint():
 
             return jax.lax.scan(step, jnp.zeros((4, 3)), (A, M))[1]
 
-        S, pull_back = jax.vjp(lambda *x: associative_scan.linear_scan(*x, "highest"), A, M)
-        expected, expected_pull_back = jax.vjp(one_by_one, A, M)
+        S, pull_back = jax.vjp(associative_scan.linear_scan, *maps(9))
+        expected, expected_pull_back = jax.vjp(one_by_one, *maps(9))
         np.testing.assert_allclose(S, expected, atol=1e-12)
-        d = jnp.asarray(random.normal(size=S.shape))
-        for found, wanted in zip(pull_back(d), expected_pull_back(d)):
+        dS = jnp.asarray(np.random.default_rng(1).normal(size=S.shape))
+        for found, wanted in zip(pull_back(dS), expected_pull_back(dS)):
             np.testing.assert_allclose(found, wanted, atol=1e-12)
 
 

@@ -44,6 +44,11 @@ def test_the_timer_waits_for_the_result():
     assert result["repeats"] == 3
 
 
+def test_no_repeats_is_refused():
+    with pytest.raises(ValueError, match="repeats.*0"):
+        bench.measure(lambda x: x, jnp.ones(8), repeats=0)
+
+
 def test_peak_bytes_counts_arguments_and_results():
     result = bench.measure(lambda x: x + 1, jnp.ones((256, 256)), repeats=1)
     assert result["peak_bytes"] >= 2 * 256 * 256 * 4

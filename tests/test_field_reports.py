@@ -74,6 +74,16 @@ def test_a_decay_that_bfloat16_rounds_to_one(stage):
     assert relative_error(truth(inputs, state, do, d_state)["o"], expected["o"]) > 1e-3  # it does matter
 
 
+@pytest.mark.parametrize("precision", ["default", "high", "highest"])
+@stages
+def test_no_precision_rounds_a_decay(stage, precision):
+    """Nothing is written, everything forgets slowly: one bfloat16 pass over exp(g) would keep the state for ever."""
+    (q, k, v, g, b, w), state, _, _ = make(512, 8, 8, B=1, H=1, gate="-0")
+    g[:] = -1e-3
+    _, final_state = gk.gdn2(q, 0 * k, v, g, b, w, initial_state=state, stage=stage, precision=precision)
+    assert relative_error(final_state, np.exp(-0.512) * state) < 2e-5
+
+
 @stages
 def test_alternating_extremes(stage):
     """-1e4 in one token and 0 in the next is ordinary input."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import gdn2_kernels as gk
 from helpers import make, x64
@@ -98,6 +98,14 @@ def test_matmul_precision_of_the_program(stage, setting):
 
 
 @stages
+def test_strict_dtype_promotion(stage):
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in INPUTS]
+    expected = run(stage, *narrow)
+    with jax.numpy_dtype_promotion("strict"):
+        same(run(stage, *narrow), expected)
+
+
+@stages
 def test_shard_map_over_batch_and_heads(stage):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("batch", "head"))
     data, state = PartitionSpec("batch", None, "head"), PartitionSpec("batch", "head")
@@ -113,6 +121,23 @@ def test_shard_map_over_batch_and_heads(stage):
         return (o * DO).sum() + (final_state * D_STATE).sum()
 
     same(jax.jit(jax.grad(sharded_loss))(tuple(INPUTS)), tuple(plain(stage)[1]))
+
+
+@stages
+def test_arrays_whose_types_carry_their_sharding(stage):
+    """A mesh of explicit axes, what jax.make_mesh makes by default in newer JAX."""
+    mesh = jax.make_mesh((2, 2), ("batch", "head"), axis_types=(AxisType.Explicit,) * 2)
+    sharding = NamedSharding(mesh, PartitionSpec("batch", None, "head"))
+    sharded = [jax.device_put(x, sharding) for x in INPUTS]
+    o, state = run(stage, *sharded)
+    assert jax.typeof(o).sharding.spec[0] == jax.typeof(state).sharding.spec[0] == "batch"
+    same((o, state), plain(stage)[0])
+
+    def loss_of(x):
+        o, final_state = run(stage, *x)
+        return jnp.square(o).sum() + jnp.square(final_state).sum()
+
+    same(jax.jit(jax.grad(loss_of))(sharded), jax.jit(jax.grad(loss_of))(INPUTS))
 
 
 @stages

@@ -1,5 +1,7 @@
 """Every stage is accepted by the v5e compiler, and the baseline takes the memory that it says."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -31,6 +33,21 @@ def gradients(stage, **options):
 def test_compiles(stage, dtype):
     report = v5e.compile(gradients(stage), *shapes(1, 100, 2, 128, 64, dtype))
     assert report.total_bytes > 0 and "bytes" in str(report)
+
+
+def test_any_container_goes_in_and_out():
+    class Pair(NamedTuple):
+        one: jax.Array
+        two: jax.Array
+
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    report = v5e.compile(lambda pair, more: Pair(pair.two, more["x"] + 1), Pair(x, x), {"x": x})
+    assert report.output_bytes >= 2 * 8 * 128 * 4
+
+
+def test_too_slow_a_compiler_is_told_by_its_limit():
+    with pytest.raises(v5e.CompileError, match="timeout=0.1"):
+        v5e.compile(lambda x: x, jax.ShapeDtypeStruct((8, 128), jnp.float32), timeout=0.1)
 
 
 @pytest.mark.parametrize("setting", ["high", "highest"])

@@ -11,8 +11,6 @@ so all prefixes come in 2 log2(L) steps (Blelloch, "Prefix sums and their applic
 this form costs, and why the book goes on.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -31,34 +29,41 @@ COPIES = 3.5
 
 
 def head_bytes(L: int, K: int, V: int, itemsize: int = 4) -> int:
-    """Bytes of v5e memory that forward and backward of one (batch, head) pair take.
+    """Bytes of v5e memory that forward and backward of one (batch, head) pair take at
+    most.
 
     A K x K and a K x V matrix for each of L tokens, COPIES times. The minor axis of an
     array fills whole rows of 128 lanes on a TPU, so 64 channels take the room of 128.
-    (XLA on a CPU pads nothing but keeps the bfloat16 parts of precision "high" besides:
-    about the same for K = 64, twice as much for K = 128.)
+    (XLA on a CPU pads nothing and keeps half as many again.)
     """
     lanes = sum(-(-D // 128) * 128 for D in (K, V))
     return int(COPIES * L * K * lanes * itemsize)
 
 
-def compose(later_maps, earlier_maps, precision):
+def product(x, y):
+    """Always in float32: the matrices hold decays, and in bfloat16 a decay above 0.998
+    is one and never forgets. It costs no time where memory is the limit, as it is here.
+    """
+    return matmul(x, y, "highest")
+
+
+def compose(later, earlier):
     """(A, M) after (A', M'): apply the earlier map, then the later one."""
-    (A_earlier, M_earlier), (A, M) = earlier_maps, later_maps
-    return matmul(A, A_earlier, precision), matmul(A, M_earlier, precision) + M
+    (A_earlier, M_earlier), (A, M) = earlier, later
+    return product(A, A_earlier), product(A, M_earlier) + M
 
 
-def prefixes(A, M, precision, reverse=False):
-    # One array for the pair would save nothing: A A' and A M' read the same A, and XLA
-    # sees that.
+def prefixes(A, M, reverse=False):
+    """M of every prefix: the states, if the first state is zero."""
+
     def after(earlier, later):
-        return compose(later, earlier, precision)
+        return compose(later, earlier)
 
     return lax.associative_scan(after, (A, M), reverse=reverse)[1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def linear_scan(A: jax.Array, M: jax.Array, precision: str) -> jax.Array:
+@jax.custom_vjp
+def linear_scan(A: jax.Array, M: jax.Array) -> jax.Array:
     """All states of S_t = A_t S_{t-1} + M_t from S_{-1} = 0.
 
     Arguments: A (L, K, K), M (L, K, V). Returns: (L, K, V).
@@ -67,43 +72,46 @@ def linear_scan(A: jax.Array, M: jax.Array, precision: str) -> jax.Array:
     D_t = A_{t+1}^T D_{t+1} + dS_t, so the backward pass is a second scan.
     Differentiating through the scan instead would keep the matrices of all its levels.
     """
-    return prefixes(A, M, precision)
+    return prefixes(A, M)
 
 
-def _linear_scan_forward(A, M, precision):
-    S = prefixes(A, M, precision)
+def _linear_scan_fwd(A, M):
+    S = prefixes(A, M)
     return S, (A, S)
 
 
-def _linear_scan_backward(precision, residuals, dS):
+def _linear_scan_bwd(residuals, dS):
     A, S = residuals
     A_next = jnp.concatenate([A[1:], jnp.zeros_like(A[:1])]).mT
-    D = prefixes(A_next, dS, precision, reverse=True)
+    D = prefixes(A_next, dS, reverse=True)
     S_before = jnp.concatenate([jnp.zeros_like(S[:1]), S[:-1]])
-    return matmul(D, S_before.mT, precision), D
+    return product(D, S_before.mT), D
 
 
-linear_scan.defvjp(_linear_scan_forward, _linear_scan_backward)
+linear_scan.defvjp(_linear_scan_fwd, _linear_scan_bwd)
 
 
-def one_head(q, k, v, g, b, w, initial_state, precision):
-    """One head of one sequence: q, k, g, b (L, K); v, w (L, V); initial_state (K, V).
+def one_head(q, k, v, g, b, w, initial_state):
+    """One head of one sequence.
+
+    q, k, g, b (L, K); v, w (L, V); initial_state (K, V).
+    Returns: o (L, V), final state (K, V).
     """
     decay = jnp.exp(g)
     A = jax.vmap(jnp.diag)(decay) - k[:, :, None] * (b * k * decay)[:, None, :]
     M = k[:, :, None] * (w * v)[:, None, :]
     # The initial state enters through the first token, so that the prefix of A alone is
     # never needed.
-    M = M.at[0].add(matmul(A[0], initial_state, precision))
-    S = linear_scan(A, M, precision)
-    return jnp.einsum("lk,lkv->lv", q, S, precision=lax.Precision.HIGHEST), S[-1]
+    M = M.at[0].add(product(A[0], initial_state))
+    S = linear_scan(A, M)
+    return product(q[:, None, :], S)[:, 0], S[-1]
 
 
 def associative_scan(
     q, k, v, g, b, w, scale, initial_state, *, precision, chunk_size, interpret
 ):  # fmt: skip
-    """Parallel prefix over tokens. Shapes and contract as `gdn2`; `chunk_size` and
-    `interpret` change nothing.
+    """Parallel prefix over tokens. Shapes and contract as `gdn2`; `precision`,
+    `chunk_size` and `interpret` change nothing.
 
     Memory: `head_bytes(L, K, V)` for each head worked on at once. All heads are, while
     that stays below half of a v5e's memory; above it they are mapped one after another,
@@ -112,7 +120,7 @@ def associative_scan(
     Raises:
       ValueError: not even one head fits the 16 GiB of a v5e.
     """
-    del chunk_size, interpret
+    del precision, chunk_size, interpret
     B, L, H, K = q.shape
     V = v.shape[-1]
     dtype = compute_dtype(q, k, v, g, b, w)
@@ -120,7 +128,7 @@ def associative_scan(
     if needed > HBM_BYTES:
         raise ValueError(
             f"stage='associative_scan' needs {needed:,} bytes for one head of "
-            f"L={L}, K={K}, V={V}: it keeps a K x K and a K x V matrix for every token. "
+            f"L={L}, K={K}, V={V}: a K x K and a K x V matrix for every token. "
             f"A v5e has {HBM_BYTES:,} bytes. Use stage='wy', or a shorter L with the "
             "state carried over."
         )
@@ -128,13 +136,12 @@ def associative_scan(
     def heads_first(x):  # (B, L, H, D) -> (B*H, L, D)
         return jnp.moveaxis(x.astype(dtype), 2, 1).reshape(B * H, L, x.shape[-1])
 
-    q = q * scale.astype(dtype)
+    q = q.astype(dtype) * scale
     inputs = [heads_first(x) for x in (q, k, v, g, b, w)]
     inputs.append(initial_state.reshape(B * H, K, V))
-    head = functools.partial(one_head, precision=precision)
     if B * H * needed <= ALL_AT_ONCE_BYTES:
-        o, final_state = jax.vmap(head)(*inputs)
+        o, final_state = jax.vmap(one_head)(*inputs)
     else:
-        o, final_state = lax.map(lambda x: jax.checkpoint(head)(*x), inputs)
+        o, final_state = lax.map(lambda x: jax.checkpoint(one_head)(*x), inputs)
     o = jnp.moveaxis(o.reshape(B, H, L, V), 1, 2)
     return o.astype(v.dtype), final_state.reshape(B, H, K, V)

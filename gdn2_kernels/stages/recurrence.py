@@ -38,7 +38,7 @@ def recurrence(
     """
     del precision, chunk_size, interpret
     dtype = compute_dtype(q, k, v, g, b, w)
-    inputs = (q * scale.astype(dtype), k, v, g, b, w)
+    inputs = (q.astype(dtype) * scale, k, v, g, b, w)
     tokens = [jnp.moveaxis(x.astype(dtype), 1, 0) for x in inputs]
     # Without checkpoint three states per token are kept: entering, decayed, leaving.
     one_step = jax.checkpoint(step, prevent_cse=False)

@@ -36,7 +36,7 @@ from gdn2_kernels.tile import compute_dtype, from_chunks, matmul, to_chunks
 CHUNK_SIZE = 64
 # Chunks worked on together. Enough for wide products, few enough that what lives only
 # inside a segment does not grow with L.
-SEGMENT = 8
+SEGMENT = 4
 
 
 class Residuals(NamedTuple):
@@ -314,16 +314,16 @@ def with_backward(q, k, v, g, b, w, initial_state, precision):
     return forward(q, k, v, g, b, w, initial_state, precision)[0]
 
 
-def _with_backward_forward(q, k, v, g, b, w, initial_state, precision):
+def _with_backward_fwd(q, k, v, g, b, w, initial_state, precision):
     results, residuals = forward(q, k, v, g, b, w, initial_state, precision)
     return results, ((q, k, v, g, b, w), residuals)
 
 
-def _with_backward_backward(precision, kept, cotangents):
+def _with_backward_bwd(precision, kept, cotangents):
     return backward(*kept, *cotangents, precision)
 
 
-with_backward.defvjp(_with_backward_forward, _with_backward_backward)
+with_backward.defvjp(_with_backward_fwd, _with_backward_bwd)
 
 
 def by_autodiff(q, k, v, g, b, w, initial_state, precision):
@@ -338,12 +338,13 @@ def wy(
     """Chunked form in plain JAX. Shapes and contract as `gdn2`; `interpret` changes
     nothing.
 
-    `run` is `with_backward` or `by_autodiff`. Memory for the backward pass: the inputs
-    and `Residuals`.
+    `run` is `with_backward` or `by_autodiff`. Memory for the backward pass: the inputs,
+    in float32 and filled up to whole segments, and `Residuals`.
     """
     del interpret
     B, L, H, V = v.shape
-    C = chunk_size or min(CHUNK_SIZE, 1 << (L - 1).bit_length())
+    # No longer than the sequence, filled up to a power of two.
+    C = min(chunk_size or CHUNK_SIZE, 1 << (L - 1).bit_length())
     N = -(-L // C)
     segments = -(-N // SEGMENT)
     N = segments * -(-N // segments)  # segments of equal length
@@ -353,7 +354,7 @@ def wy(
         x = to_chunks(x.astype(dtype), C, N)
         return x.reshape(segments, -1, *x.shape[1:])
 
-    inputs = map(segmented, (q * scale.astype(dtype), k, v, g, b, w))
+    inputs = map(segmented, (q.astype(dtype) * scale, k, v, g, b, w))
     o, final_state = run(*inputs, initial_state.reshape(B * H, -1, V), precision)
     o = from_chunks(o.reshape(N, *o.shape[2:]), B, L)
     return o.astype(v.dtype), final_state.reshape(initial_state.shape)

@@ -79,33 +79,45 @@ def compile(fn, *args, timeout: float = 600) -> Report:
     """Compile `fn` for one v5e chip, in a subprocess.
 
     Arguments:
-      fn: a function of arrays, jitted or not; gradients, custom_vjp and Pallas kernels
-        included.
+      fn: a function of arrays; gradients, custom_vjp and Pallas kernels included.
+        Options that are not arrays are closed over: `lambda *x: fn(*x, stage="wy")`.
       *args: arrays or jax.ShapeDtypeStruct, or pytrees of them.
       timeout: seconds.
     Returns: `Report`.
     Raises:
       Unavailable: libtpu is missing or does not start.
       CompileError: the compiler refused the program, for instance because it does not
-        fit into HBM.
+        fit into HBM, or took longer than `timeout`.
     """
     libtpu = libtpu_version()
-    exported = jax.export.export(jax.jit(fn), platforms=["tpu"])(*args)
+    # Leaves only: a serialised program knows no containers but JAX's own.
+    leaves, tree = jax.tree.flatten(args)
+
+    def flat(*leaves):
+        return jax.tree.leaves(fn(*tree.unflatten(leaves)))
+
+    exported = jax.export.export(jax.jit(flat), platforms=["tpu"])(*leaves)
     with tempfile.TemporaryDirectory(prefix="v5e_") as folder:
-        program, answer = pathlib.Path(folder, "program"), pathlib.Path(folder, "answer.json")
+        program, answer = pathlib.Path(folder, "program"), pathlib.Path(folder, "answer")
         program.write_bytes(exported.serialize())
-        command = [sys.executable, "-m", "gdn2_kernels.v5e.worker", str(program), str(answer)]
         root = str(pathlib.Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        done = subprocess.run(
-            command,
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        x64 = str(int(jax.config.jax_enable_x64))
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "gdn2_kernels.v5e.worker", program, answer],
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "JAX_ENABLE_X64": x64},
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+            )
+        except subprocess.TimeoutExpired:
+            raise CompileError(f"not compiled within timeout={timeout} seconds") from None
         if not answer.exists():
-            raise Unavailable(f"libtpu {libtpu} did not work with jax {jax.__version__}:\n{done.stderr[-2000:]}")
+            raise Unavailable(
+                f"libtpu {libtpu} did not work with jax {jax.__version__}:\n"
+                f"{done.stderr[-2000:]}"
+            )
         result = json.loads(answer.read_text())
     if "refused" in result:
         raise CompileError(result["refused"])
