@@ -7,10 +7,11 @@ on checked arguments: `scale` a scalar array, `initial_state` an array, `chunk_s
   `interpret` possibly None.
 """
 
-from gdn2_kernels.stages import associative_scan, recurrence, wy
+from gdn2_kernels.stages import associative_scan, atomic_ops, recurrence, wy
 
 STAGES = {
     "recurrence": recurrence.recurrence,
     "associative_scan": associative_scan.associative_scan,
     "wy": wy.wy,
+    "atomic_ops": atomic_ops.atomic_ops,
 }

@@ -1,0 +1,223 @@
+"""Forward launches A, B, C, D: one kernel each, everything between them through HBM.
+
+Shapes inside a kernel, one chunk of one head: q, k, g, b (C, K), v, w (C, V), states
+transposed (V, K).
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from gdn2_kernels.stages.atomic_ops.launch import (
+    TILE, f32, launch, lower, rows_and_columns, sum_after, sum_up_to,
+)  # fmt: skip
+from gdn2_kernels.tile import dot
+
+FLOAT = jnp.float32
+
+# ------------------------------------------------------ A: scores
+
+
+def each_column(C, K, keys, log_decay, unroll, start, column, finish):
+    """Walk over the columns j of all pairs i >= j of a chunk, last one first, in tiles
+    of TILE columns.
+
+    The exponent of a pair, the sum of g over j+1 .. i, is carried along for all rows i:
+    one addition per step to the left. It is a sum of g alone, never a difference of
+    running sums, so it is at most zero and as exact as g. Rows above the diagonal hold
+    -inf, whose exponential is the zero that belongs there.
+
+    Arguments:
+      keys, log_decay: refs (C, K) float32 of k and g.
+      unroll: columns of a tile laid out one after another, so that the long way of a
+        sum over lanes (115 cycles) overlaps with other columns.
+      start(first): carry for the tile of columns that starts at `first`.
+      column(carry, first, j, decay, key): handles column first + j; decay is
+        exp(sum of g) for the rows first .. C-1, (C - first, K); key is k_j, (1, K).
+      finish(carry, first): after the tile.
+    """
+    exponent = None
+    for first in reversed(range(0, C, TILE)):
+        above = jnp.full((TILE, K), -jnp.inf, FLOAT)
+        exponent = above if exponent is None else jnp.concatenate([above, exponent])
+        row, _ = rows_and_columns(exponent.shape)
+
+        def step(i, carry, first=first, row=row):
+            exponent, carry = carry
+            j = TILE - 1 - i
+            exponent = jnp.where(row == j, 0.0, exponent)
+            key = keys[pl.ds(first + j, 1), :]
+            carry = column(carry, first, j, jnp.exp(exponent), key)
+            return exponent + log_decay[pl.ds(first + j, 1), :], carry
+
+        exponent, carry = tile_loop(step, (exponent, start(first)), unroll)
+        finish(carry, first)
+
+
+def tile_loop(step, carry, unroll):
+    """step(i, carry) for i = 0 .. TILE-1."""
+    if not unroll:
+        # int32 bounds: under x64 Python ints would count in int64.
+        return lax.fori_loop(jnp.int32(0), jnp.int32(TILE), step, carry)
+    for i in range(TILE):
+        carry = step(i, carry)
+    return carry
+
+
+def scores_kernel(q, k, g, b, Aqk, Akk, keys, log_decay, *, unroll):
+    C, K = q.shape
+    keys[...], log_decay[...] = f32(k), f32(g)
+    queries, erases = f32(q), f32(b) * keys[...]
+
+    Aqk[...], Akk[...] = jnp.zeros((C, C), FLOAT), jnp.zeros((C, C), FLOAT)
+
+    def start(first):
+        return Aqk[first:, :], Akk[first:, :]
+
+    def column(carry, first, j, decay, key):
+        decayed = decay * key
+        _, lane = rows_and_columns((C - first, C))
+
+        def put(x, rows):
+            total = jnp.sum(rows[first:] * decayed, 1, keepdims=True)
+            return jnp.where(lane == first + j, total, x)
+
+        return put(carry[0], queries), put(carry[1], erases)
+
+    def finish(carry, first):
+        Aqk[first:, :], Akk[first:, :] = carry
+
+    each_column(C, K, keys, log_decay, unroll, start, column, finish)
+    Aqk[...], Akk[...] = lower(Aqk[...]), lower(Akk[...], diagonal=False)
+
+
+def scores(q, k, g, b, options):
+    """A. Pair scores by broadcast, multiply, sum over channels: exact float32 on the
+    vector unit, whatever the precision of products.
+
+        Aqk_ij = sum_d q_id k_jd exp(G_id - G_jd)          j <= i
+        Akk_ij = sum_d b_id k_id k_jd exp(G_id - G_jd)     j < i
+
+    Arguments: q (scaled), k, g, b "keys". Returns: Aqk, Akk "square".
+    """
+    C, K = options.dims.C, options.dims.K
+    return launch(
+        functools.partial(scores_kernel, unroll=options.interpret is False),
+        options,
+        [("keys", x) for x in (q, k, g, b)],
+        [("square", FLOAT)] * 2,
+        scratch=[(C, K)] * 2,
+        name="A_scores",
+    )
+
+
+# ------------------------------------------------------ B: inverse
+
+
+def inverse_kernel(Akk, X, *, precision):
+    A = Akk[...]
+    C = A.shape[0]
+    row, column = rows_and_columns(A.shape)
+    inverse = jnp.where(row == column, 1.0, 0.0) - jnp.where(level(row, column, 1), A, 0.0)
+    h = 2
+    while h < C:
+        M = jnp.where(level(row, column, h), A, 0.0)
+        inverse = inverse - dot(inverse, dot(M, inverse, precision), precision)
+        h *= 2
+    X[...] = inverse
+
+
+def level(row, column, h):
+    """Pairs whose highest differing bit is h: the row in the later, the column in the
+    earlier half of the same block of 2h.
+    """
+    return (row > column) & ((row ^ column) >= h) & ((row ^ column) < 2 * h)
+
+
+def inverse(Akk, options):
+    """B. X = (I + Akk)^-1 by doubling the blocks on the diagonal: X <- X - X M X, M the
+    part of Akk between two neighbouring blocks. Each product waits for the one before.
+
+    Arguments and result: "square".
+    """
+    kernel = functools.partial(inverse_kernel, precision=options.precision)
+    return launch(kernel, options, [("square", Akk)], [("square", FLOAT)], name="B_inverse")[0]
+
+
+# ------------------------------------------------------ C: what the scan needs
+
+
+def prepare_kernel(q, k, v, g, b, w, X, W, U, kg, qg, decay, *, precision):
+    keys, log_decay = f32(k), f32(g)
+    from_start, to_end = jnp.exp(sum_up_to(log_decay)), jnp.exp(sum_after(log_decay))
+    W[...] = dot(X[...], f32(b) * keys * from_start, precision)
+    U[...] = dot(X[...], f32(w) * f32(v), precision)
+    kg[...] = keys * to_end
+    qg[...] = f32(q) * from_start
+    decay[...] = from_start[-1:]
+
+
+def prepare(q, k, v, g, b, w, X, options):
+    """C. Everything about a chunk that does not need the state.
+
+        W = X (b*k*exp(G))    U = X (w*v)    kg = k*exp(G_C - G)    qg = q*exp(G)
+
+    Returns: W "keys", U "values", kg, qg "keys", decay = exp(G_C) "row".
+    """
+    return launch(
+        functools.partial(prepare_kernel, precision=options.precision),
+        options,
+        [("keys", q), ("keys", k), ("values", v), ("keys", g), ("keys", b),
+         ("values", w), ("square", X)],
+        [("keys", FLOAT), ("values", FLOAT), ("keys", FLOAT), ("keys", FLOAT),
+         ("row", FLOAT)],
+        name="C_prepare",
+    )  # fmt: skip
+
+
+# ------------------------------------------------------ D: scan over chunks
+
+
+def scan_kernel(
+    Aqk, W, U, kg, qg, decay, initial, o, vn, entering, final, state, *, precision
+):  # fmt: skip
+    n = pl.program_id(2)
+
+    @pl.when(n == 0)
+    def _():
+        state[...] = initial[...]
+
+    S = state[...]
+    entering[...] = S
+    writes = U[...] - dot(W[...], S, precision, transpose_b=True)
+    read = dot(qg[...], S, precision, transpose_b=True)
+    o[...] = (read + dot(Aqk[...], writes, precision)).astype(o.dtype)
+    vn[...] = writes
+    state[...] = decay[...] * S + dot(writes, kg[...], precision, transpose_a=True)
+
+    @pl.when(n == pl.num_programs(2) - 1)
+    def _():
+        final[...] = state[...]
+
+
+def scan(Aqk, W, U, kg, qg, decay, initial, dtype, options):
+    """D. The state from chunk to chunk, in VMEM; the outputs on the way.
+
+        vn = U - W S    o = qg S + Aqk vn    S' = diag(exp(G_C)) S + kg^T vn
+
+    Arguments: as `scores` and `prepare` return them; initial "head"; dtype of o.
+    Returns: o, vn "values", S entering each chunk "state", final state "head".
+    """
+    dims = options.dims
+    return launch(
+        functools.partial(scan_kernel, precision=options.precision),
+        options,
+        [("square", Aqk), ("keys", W), ("values", U), ("keys", kg), ("keys", qg),
+         ("row", decay), ("head", initial)],
+        [("values", dtype), ("values", FLOAT), ("state", FLOAT), ("head", FLOAT)],
+        scratch=[(dims.V, dims.K)],
+        in_order=True,
+        name="D_scan",
+    )  # fmt: skip
