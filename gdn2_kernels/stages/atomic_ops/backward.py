@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 
 from gdn2_kernels.stages.atomic_ops.forward import FLOAT, each_column
 from gdn2_kernels.stages.atomic_ops.launch import (
-    TILE, f32, launch, lower, rows_and_columns, sum_after, sum_before, sum_from,
-    sum_up_to,
+    TILE, f32, launch, lower, only, rows_and_columns, sum_after, sum_before,
+    sum_from, sum_up_to,
 )  # fmt: skip
 from gdn2_kernels.tile import dot
 
@@ -164,20 +164,18 @@ def scores_back_kernel(
         _, lane = rows_and_columns((C - first, C))
 
         def of_column(scores):  # its column j, (rows, 1)
-            at = jnp.where(lane == first + j, scores[first:, :], 0.0)
+            at = only(lane == first + j, scores[first:, :])
             return jnp.sum(at, 1, keepdims=True)
 
         m, n = of_column(dAqk), of_column(dAkk)
         decayed = decay * key
         owed = decay * (m * queries[first:] + n * erases[first:])
-        later = 0.0
+        # Of what row j wrote, row t of its tile is owed what is read at t or after.
+        from_row = sum_from(owed[:TILE])
         if first + TILE < C:
-            later = jnp.sum(owed[TILE:], 0, keepdims=True)
-        own = jnp.sum(owed[:TILE], 0, keepdims=True)
-        # Of what row j wrote, token t of its tile lets pass what is read at t or after.
-        passing = key * (sum_from(owed[:TILE]) + later)
-        dk = jnp.where(tile_row == j, own + later, dk)
-        pairs = pairs + jnp.where(tile_row > j, passing, 0.0)
+            from_row += jnp.sum(owed[TILE:], 0, keepdims=True)
+        dk = jnp.where(tile_row == j, from_row, dk)
+        pairs = pairs + only(tile_row > j, key * from_row)
         return dq + m * decayed, dbk + n * decayed, dk, pairs
 
     def finish(carry, first):

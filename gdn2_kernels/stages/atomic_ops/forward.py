@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from gdn2_kernels.stages.atomic_ops.launch import (
-    TILE, f32, launch, lower, rows_and_columns, sum_after, sum_up_to,
+    TILE, f32, launch, lower, only, rows_and_columns, sum_after, sum_up_to,
 )  # fmt: skip
 from gdn2_kernels.tile import dot
 
@@ -47,7 +47,7 @@ def each_column(C, K, keys, log_decay, unroll, start, column, finish):
         def step(i, carry, first=first, row=row):
             exponent, carry = carry
             j = TILE - 1 - i
-            exponent = jnp.where(row == j, 0.0, exponent)
+            exponent = only(row != j, exponent)
             key = keys[pl.ds(first + j, 1), :]
             carry = column(carry, first, j, jnp.exp(exponent), key)
             return exponent + log_decay[pl.ds(first + j, 1), :], carry
@@ -120,10 +120,10 @@ def inverse_kernel(Akk, X, *, precision):
     A = Akk[...]
     C = A.shape[0]
     row, column = rows_and_columns(A.shape)
-    inverse = jnp.where(row == column, 1.0, 0.0) - jnp.where(level(row, column, 1), A, 0.0)
+    inverse = (row == column).astype(FLOAT) - only(level(row, column, 1), A)
     h = 2
     while h < C:
-        M = jnp.where(level(row, column, h), A, 0.0)
+        M = only(level(row, column, h), A)
         inverse = inverse - dot(inverse, dot(M, inverse, precision), precision)
         h *= 2
     X[...] = inverse

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -40,6 +41,8 @@ def shape_and_block(kind: str, dims: Dims, backwards: bool = False):
     """
     B, H, N, C, K, V = dims
 
+    first = np.int32(0)  # a Python zero would be int64 under x64
+
     def chunk(n):
         return N - 1 - n if backwards else n
 
@@ -48,7 +51,7 @@ def shape_and_block(kind: str, dims: Dims, backwards: bool = False):
 
     def per_chunk(*block):
         shape = (B, H, N, *block)
-        return shape, (None,) * 3 + block, lambda b, h, n: (b, h, chunk(n), 0, 0)
+        return shape, (None,) * 3 + block, lambda b, h, n: (b, h, chunk(n), first, first)
 
     shape, block, index = {
         "keys": lambda: tokens(K),
@@ -56,7 +59,9 @@ def shape_and_block(kind: str, dims: Dims, backwards: bool = False):
         "square": lambda: per_chunk(C, C),
         "row": lambda: per_chunk(1, K),
         "state": lambda: per_chunk(V, K),
-        "head": lambda: ((B, H, V, K), (None, None, V, K), lambda b, h, n: (b, h, 0, 0)),
+        "head": lambda: (
+            (B, H, V, K), (None, None, V, K), lambda b, h, n: (b, h, first, first)
+        ),
     }[kind]()
     return shape, pl.BlockSpec(block, index)
 
@@ -86,7 +91,7 @@ def launch(
     for kind, array in inputs:
         expected = shape_and_block(kind, dims)[0]
         assert array.shape == expected, (name, kind, array.shape, expected)
-    axes = _mesh_axes([array for _, array in inputs])
+    axes = _mesh_axes(inputs[0][1])
     chunks = pltpu.ARBITRARY if in_order else pltpu.PARALLEL
     return pl.pallas_call(
         kernel,
@@ -106,15 +111,14 @@ def launch(
     )(*(array for _, array in inputs))
 
 
-def _mesh_axes(arrays) -> dict:
-    """Inside shard_map an output varies over the mesh axes that its inputs vary over,
-    and has to say so, in the words of the JAX at hand.
+def _mesh_axes(array) -> dict:
+    """Inside shard_map outputs vary over the mesh axes that the inputs (all alike) vary
+    over, and have to say so in the words of the JAX at hand.
     """
-    types = [jax.typeof(x) for x in arrays]
-    if hasattr(types[0], "vma"):
-        return {"vma": frozenset().union(*(x.vma for x in types))}
-    varying = max((x.mat for x in types), key=lambda mat: len(mat.varying))
-    return {"manual_axis_type": varying}
+    kind = jax.typeof(array)
+    if hasattr(kind, "vma"):
+        return {"vma": kind.vma}
+    return {"manual_axis_type": kind.mat}
 
 
 # ------------------------------------------------------ inside a kernel
@@ -130,10 +134,24 @@ def rows_and_columns(shape):
     return [jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1)]
 
 
+def only(where, x):
+    """x, and zero elsewhere."""
+    # A Python zero would be a float64 under x64, which Mosaic does not have.
+    return jnp.where(where, x, jnp.zeros_like(x))
+
+
 def lower(x, diagonal=True):
     """x (C, C) with zeros above its diagonal, or on it too."""
     row, column = rows_and_columns(x.shape)
-    return jnp.where(row >= column if diagonal else row > column, x, 0.0)
+    return only(row >= column if diagonal else row > column, x)
+
+
+def shift(x, down):
+    """Rows moved `down` places (up if negative), rows without a source zero."""
+    rows = x.shape[0]
+    row, _ = rows_and_columns(x.shape)
+    moved = pltpu.roll(x, jnp.int32(down % rows), 0)
+    return only(row >= down if down > 0 else row < rows + down, moved)
 
 
 # Running sums along the rows of (C, D). All are sums of what they name: an exclusive
@@ -143,33 +161,27 @@ def lower(x, diagonal=True):
 
 def sum_up_to(x):
     """Row t: rows 0 .. t summed."""
-    row, _ = rows_and_columns(x.shape)
     step = 1
     while step < x.shape[0]:
-        x = x + jnp.where(row >= step, pltpu.roll(x, step, 0), 0.0)
+        x = x + shift(x, step)
         step *= 2
     return x
 
 
 def sum_from(x):
     """Row t: rows t, t+1, .. summed."""
-    rows = x.shape[0]
-    row, _ = rows_and_columns(x.shape)
     step = 1
-    while step < rows:
-        x = x + jnp.where(row < rows - step, pltpu.roll(x, rows - step, 0), 0.0)
+    while step < x.shape[0]:
+        x = x + shift(x, -step)
         step *= 2
     return x
 
 
 def sum_before(x):
     """Row t: rows 0 .. t-1 summed."""
-    row, _ = rows_and_columns(x.shape)
-    return jnp.where(row > 0, pltpu.roll(sum_up_to(x), 1, 0), 0.0)
+    return shift(sum_up_to(x), 1)
 
 
 def sum_after(x):
     """Row t: rows t+1, t+2, .. summed."""
-    rows = x.shape[0]
-    row, _ = rows_and_columns(x.shape)
-    return jnp.where(row < rows - 1, pltpu.roll(sum_from(x), rows - 1, 0), 0.0)
+    return shift(sum_from(x), -1)
