@@ -143,7 +143,8 @@ def inverse(Akk, options):
     Arguments and result: "square".
     """
     kernel = functools.partial(inverse_kernel, precision=options.precision)
-    return launch(kernel, options, [("square", Akk)], [("square", FLOAT)], name="B_inverse")[0]
+    arrays = [("square", Akk)], [("square", FLOAT)]
+    return launch(kernel, options, *arrays, name="B_inverse")[0]
 
 
 # ------------------------------------------------------ C: what the scan needs

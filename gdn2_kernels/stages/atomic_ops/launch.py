@@ -51,7 +51,8 @@ def shape_and_block(kind: str, dims: Dims, backwards: bool = False):
 
     def per_chunk(*block):
         shape = (B, H, N, *block)
-        return shape, (None,) * 3 + block, lambda b, h, n: (b, h, chunk(n), first, first)
+        index = (first, first)
+        return shape, (None,) * 3 + block, lambda b, h, n: (b, h, chunk(n), *index)
 
     shape, block, index = {
         "keys": lambda: tokens(K),

@@ -31,7 +31,7 @@ class Residuals(NamedTuple):
     S: jax.Array  # (B, H, N, V, K) state entering each chunk, transposed
 
 
-def residual_bytes(B: int, L: int, H: int, K: int, V: int, chunk_size: int = CHUNK_SIZE):
+def residual_bytes(B, L, H, K, V, chunk_size=CHUNK_SIZE) -> int:
     """Bytes of `Residuals`: 2C + 3K + V numbers per token and head, K*V + K per chunk.
 
     K and V count as the multiples of 128 that they are padded to, L as whole chunks.
@@ -70,7 +70,8 @@ def forward(q, k, v, g, b, w, initial_state, options):
 
 
 def backward(inputs, residuals, do, d_final_state, options):
-    """B2, B1, B3, B4, B5. Returns: gradients of the six inputs and the initial state."""
+    """B2, B1, B3, B4, B5. Returns: gradients of the six inputs and the initial state.
+    """
     q, k, v, g, b, w = inputs
     Aqk, X, W, kg, qg, decay, vn, S = residuals
     dAqk, dvn = own_outputs(do, Aqk, vn, options)
