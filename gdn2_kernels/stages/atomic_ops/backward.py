@@ -8,11 +8,18 @@ import functools
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from gdn2_kernels.stages.atomic_ops.forward import FLOAT, each_column
+from gdn2_kernels.stages.atomic_ops.forward import FLOAT, Walk, each_column
 from gdn2_kernels.stages.atomic_ops.launch import (
-    TILE, f32, launch, lower, only, rows_and_columns, sum_after, sum_before,
-    sum_from, sum_up_to,
-)  # fmt: skip
+    f32,
+    launch,
+    lower,
+    only,
+    rows_and_columns,
+    sum_after,
+    sum_before,
+    sum_from,
+    sum_up_to,
+)
 from gdn2_kernels.tile import dot
 
 # ------------------------------------------------------ B2: a chunk's own outputs
@@ -146,18 +153,19 @@ def prepare_back(k, v, g, b, w, X, kg, qg, decay, vn, S, do, dvn, dS, options):
 
 def scores_back_kernel(
     q, k, g, b, dAqk, dAkk, dq_state, dk_state, dbk_state,
-    dq, dk, db, pairs, keys, log_decay, dk_sum, dbk_sum, *, unroll,
+    dq, dk, db, pairs, keys, log_decay, dk_sum, dbk_sum, *, walk,
 ):  # fmt: skip
     C, K = q.shape
     keys[...], log_decay[...] = f32(k), f32(g)
     queries, erases = f32(q), f32(b) * keys[...]
     dq[...], dk_sum[...], dbk_sum[...] = dq_state[...], dk_state[...], dbk_state[...]
     pairs[...] = jnp.zeros((C, K), FLOAT)
-    tile_row, _ = rows_and_columns((TILE, K))
+    tile = walk.tile
+    tile_row, _ = rows_and_columns((tile, K))
 
     def start(first):
         rows = jnp.zeros((C - first, K), FLOAT)
-        return rows, rows, rows[:TILE], rows[:TILE]
+        return rows, rows, rows[:tile], rows[:tile]
 
     def column(carry, first, j, decay, key):
         dq, dbk, dk, pairs = carry
@@ -171,16 +179,16 @@ def scores_back_kernel(
         decayed = decay * key
         owed = decay * (m * queries[first:] + n * erases[first:])
         # Of what row j wrote, row t of its tile is owed what is read at t or after.
-        from_row = sum_from(owed[:TILE])
-        if first + TILE < C:
-            from_row += jnp.sum(owed[TILE:], 0, keepdims=True)
+        from_row = sum_from(owed[:tile])
+        if first + tile < C:
+            from_row += jnp.sum(owed[tile:], 0, keepdims=True)
         dk = jnp.where(tile_row == j, from_row, dk)
         pairs = pairs + only(tile_row > j, key * from_row)
         return dq + m * decayed, dbk + n * decayed, dk, pairs
 
     def finish(carry, first):
         dq_tile, dbk_tile, dk_tile, pairs_tile = carry
-        end = first + TILE
+        end = first + tile
         dq[first:, :] += dq_tile
         dbk_sum[first:, :] += dbk_tile
         dk_sum[first:end, :] += dk_tile
@@ -189,9 +197,9 @@ def scores_back_kernel(
             # Of what this tile wrote, a later token lets pass what is read at it or
             # after.
             later = queries[first:] * dq_tile + erases[first:] * dbk_tile
-            pairs[end:, :] += sum_from(later[TILE:])
+            pairs[end:, :] += sum_from(later[tile:])
 
-    each_column(C, K, keys, log_decay, unroll, start, column, finish)
+    each_column(keys, log_decay, walk, start, column, finish)
     dk[...] = (dk_sum[...] + f32(b) * dbk_sum[...]).astype(dk.dtype)
     db[...] = (keys[...] * dbk_sum[...]).astype(db.dtype)
 
@@ -211,7 +219,7 @@ def scores_back(q, k, g, b, dAqk, dAkk, dq, dk, dbk, options):
     """
     C, K = options.dims.C, options.dims.K
     return launch(
-        functools.partial(scores_back_kernel, unroll=options.interpret is False),
+        functools.partial(scores_back_kernel, walk=Walk.of(options)),
         options,
         [("keys", x) for x in (q, k, g, b)]
         + [("square", x) for x in (dAqk, dAkk)]

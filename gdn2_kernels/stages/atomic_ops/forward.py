@@ -5,14 +5,22 @@ transposed (V, K).
 """
 
 import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from gdn2_kernels.stages.atomic_ops.launch import (
-    TILE, f32, launch, lower, only, rows_and_columns, sum_after, sum_up_to,
-)  # fmt: skip
+    TILE,
+    f32,
+    launch,
+    lower,
+    only,
+    rows_and_columns,
+    sum_after,
+    sum_up_to,
+)
 from gdn2_kernels.tile import dot
 
 FLOAT = jnp.float32
@@ -20,9 +28,25 @@ FLOAT = jnp.float32
 # ------------------------------------------------------ A: scores
 
 
-def each_column(C, K, keys, log_decay, unroll, start, column, finish):
+class Walk(NamedTuple):
+    """How `each_column` goes over the columns of a chunk."""
+
+    tile: int  # columns that share one set of rows
+    unroll: bool  # those columns laid out one after another
+
+    @classmethod
+    def of(cls, options):
+        if options.interpret is False:
+            # Unrolled, the long way of a sum over lanes (115 cycles) in one column
+            # overlaps with the next columns.
+            return cls(TILE, True)
+        # The same code in a program an order of magnitude smaller, for XLA to compile.
+        return cls(max(TILE, options.dims.C // 2), False)
+
+
+def each_column(keys, log_decay, walk, start, column, finish):
     """Walk over the columns j of all pairs i >= j of a chunk, last one first, in tiles
-    of TILE columns.
+    of columns.
 
     The exponent of a pair, the sum of g over j+1 .. i, is carried along for all rows i:
     one addition per step to the left. It is a sum of g alone, never a difference of
@@ -31,46 +55,41 @@ def each_column(C, K, keys, log_decay, unroll, start, column, finish):
 
     Arguments:
       keys, log_decay: refs (C, K) float32 of k and g.
-      unroll: columns of a tile laid out one after another, so that the long way of a
-        sum over lanes (115 cycles) overlaps with other columns.
       start(first): carry for the tile of columns that starts at `first`.
       column(carry, first, j, decay, key): handles column first + j; decay is
         exp(sum of g) for the rows first .. C-1, (C - first, K); key is k_j, (1, K).
       finish(carry, first): after the tile.
     """
+    C, K = keys.shape
     exponent = None
-    for first in reversed(range(0, C, TILE)):
-        above = jnp.full((TILE, K), -jnp.inf, FLOAT)
+    for first in reversed(range(0, C, walk.tile)):
+        above = jnp.full((walk.tile, K), -jnp.inf, FLOAT)
         exponent = above if exponent is None else jnp.concatenate([above, exponent])
         row, _ = rows_and_columns(exponent.shape)
 
         def step(i, carry, first=first, row=row):
             exponent, carry = carry
-            j = TILE - 1 - i
+            j = walk.tile - 1 - i
             exponent = only(row != j, exponent)
-            key = keys[pl.ds(first + j, 1), :]
-            carry = column(carry, first, j, jnp.exp(exponent), key)
-            return exponent + log_decay[pl.ds(first + j, 1), :], carry
+            here = pl.ds(first + j, 1)
+            carry = column(carry, first, j, jnp.exp(exponent), keys[here, :])
+            return exponent + log_decay[here, :], carry
 
-        exponent, carry = tile_loop(step, (exponent, start(first)), unroll)
+        carry = exponent, start(first)
+        if walk.unroll:
+            for i in range(walk.tile):
+                carry = step(i, carry)
+        else:
+            # int32 bounds: under x64 Python ints would count in int64.
+            carry = lax.fori_loop(jnp.int32(0), jnp.int32(walk.tile), step, carry)
+        exponent, carry = carry
         finish(carry, first)
 
 
-def tile_loop(step, carry, unroll):
-    """step(i, carry) for i = 0 .. TILE-1."""
-    if not unroll:
-        # int32 bounds: under x64 Python ints would count in int64.
-        return lax.fori_loop(jnp.int32(0), jnp.int32(TILE), step, carry)
-    for i in range(TILE):
-        carry = step(i, carry)
-    return carry
-
-
-def scores_kernel(q, k, g, b, Aqk, Akk, keys, log_decay, *, unroll):
-    C, K = q.shape
+def scores_kernel(q, k, g, b, Aqk, Akk, keys, log_decay, *, walk):
+    C = q.shape[0]
     keys[...], log_decay[...] = f32(k), f32(g)
     queries, erases = f32(q), f32(b) * keys[...]
-
     Aqk[...], Akk[...] = jnp.zeros((C, C), FLOAT), jnp.zeros((C, C), FLOAT)
 
     def start(first):
@@ -80,16 +99,16 @@ def scores_kernel(q, k, g, b, Aqk, Akk, keys, log_decay, *, unroll):
         decayed = decay * key
         _, lane = rows_and_columns((C - first, C))
 
-        def put(x, rows):
+        def put(scores, rows):
             total = jnp.sum(rows[first:] * decayed, 1, keepdims=True)
-            return jnp.where(lane == first + j, total, x)
+            return jnp.where(lane == first + j, total, scores)
 
         return put(carry[0], queries), put(carry[1], erases)
 
     def finish(carry, first):
         Aqk[first:, :], Akk[first:, :] = carry
 
-    each_column(C, K, keys, log_decay, unroll, start, column, finish)
+    each_column(keys, log_decay, walk, start, column, finish)
     Aqk[...], Akk[...] = lower(Aqk[...]), lower(Akk[...], diagonal=False)
 
 
@@ -104,7 +123,7 @@ def scores(q, k, g, b, options):
     """
     C, K = options.dims.C, options.dims.K
     return launch(
-        functools.partial(scores_kernel, unroll=options.interpret is False),
+        functools.partial(scores_kernel, walk=Walk.of(options)),
         options,
         [("keys", x) for x in (q, k, g, b)],
         [("square", FLOAT)] * 2,

@@ -7,8 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from gdn2_kernels.stages.atomic_ops.backward import (
-    log_decay_back, own_outputs, prepare_back, scan_back, scores_back,
-)  # fmt: skip
+    log_decay_back,
+    own_outputs,
+    prepare_back,
+    scan_back,
+    scores_back,
+)
 from gdn2_kernels.stages.atomic_ops.forward import inverse, prepare, scan, scores
 from gdn2_kernels.stages.atomic_ops.launch import TILE, Dims, Options
 
