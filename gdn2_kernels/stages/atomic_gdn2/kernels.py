@@ -24,14 +24,14 @@ def of_head(ref, head, D):
 # ------------------------------------------------------ forward
 
 
-def forward_chunk(q, k, v, g, b, w, S, precision):
+def forward_chunk(q, k, v, g, b, w, S, precision, unroll):
     """Generator over one chunk of one head; q, k, g, b (C, K), v, w (C, V), S (V, K).
 
     Returns: o (C, V), state leaving (V, K), (X, Aqk, vn).
     """
     a, bk = jnp.exp(g), b * k
     decay = chunk.decayed(k, a)
-    Aqk, A = chunk.scores(q, k, bk, a, decay, precision)
+    Aqk, A = chunk.scores(q, k, bk, a, decay, precision, unroll)
     yield
     X = yield from chunk.inverse(A, precision)
     C = q.shape[0]
@@ -47,7 +47,8 @@ def forward_chunk(q, k, v, g, b, w, S, precision):
 
 
 def forward_kernel(
-    scale, q, k, v, g, b, w, initial, o, final, entering, *rest, K, V, precision
+    scale, q, k, v, g, b, w, initial, o, final, entering, *rest,
+    K, V, precision, unroll,
 ):  # fmt: skip
     *kept, state = rest  # refs of X, Aqk, vn where they are kept
     n = pl.program_id(2)
@@ -65,7 +66,7 @@ def forward_kernel(
         )
         (q_, k_, g_, b_), (v_, w_) = keys, values
         o_, state[i], residuals = yield from forward_chunk(
-            scale[0, 0] * q_, k_, v_, g_, b_, w_, state[i], precision
+            scale[0, 0] * q_, k_, v_, g_, b_, w_, state[i], precision, unroll
         )
         o[:, i * V : (i + 1) * V] = o_.astype(o.dtype)
         if kept:
@@ -83,7 +84,9 @@ def forward_kernel(
 # ------------------------------------------------------ backward
 
 
-def backward_chunk(q, k, v, g, b, w, S, do, dS, residuals, down, precision):
+def backward_chunk(
+    q, k, v, g, b, w, S, do, dS, residuals, down, precision, unroll
+):  # fmt: skip
     """Generator over one chunk of one head, given the state S that entered it and the
     gradient dS of the state that left it. `down`: scratch ref (SUB, C, K).
 
@@ -112,7 +115,7 @@ def backward_chunk(q, k, v, g, b, w, S, do, dS, residuals, down, precision):
     yield
     d_read = qg * dqg + kb * dkb
     dq, dk, d_bk, dg = chunk.scores_back(
-        q, k, bk, a, decay, dAqk, dA, dkg, d_read, down, precision
+        q, k, bk, a, decay, dAqk, dA, dkg, d_read, down, precision, unroll
     )
     yield
     own = chunk.diagonal(dAqk)  # a token's own write passes no decay
@@ -124,7 +127,8 @@ def backward_chunk(q, k, v, g, b, w, S, do, dS, residuals, down, precision):
 
 
 def backward_kernel(
-    scale, q, k, v, g, b, w, entering, do, d_final, *rest, K, V, recompute, precision
+    scale, q, k, v, g, b, w, entering, do, d_final, *rest,
+    K, V, recompute, precision, unroll,
 ):  # fmt: skip
     kept = () if recompute else rest[:3]
     dq, dk, dv, dg, db, dw, d_initial, d_scale, d_state, down = rest[len(kept) :]
@@ -140,12 +144,12 @@ def backward_kernel(
         v_, w_, do_ = [of_head(x, i, V) for x in (v, w, do)]
         inputs = scale[0, 0] * q_, k_, v_, g_, b_, w_, entering[i]
         if recompute:
-            _, _, residuals = yield from forward_chunk(*inputs, precision)
+            _, _, residuals = yield from forward_chunk(*inputs, precision, unroll)
         else:
             X, Aqk, vn = kept
             residuals = X[i], Aqk[i], of_head(vn, i, V)
         gradients, d_state[i] = yield from backward_chunk(
-            *inputs, do_, d_state[i], residuals, down.at[i], precision
+            *inputs, do_, d_state[i], residuals, down.at[i], precision, unroll
         )
         d_scale[i] += jnp.sum(q_ * gradients[0], 0, keepdims=True)
         gradients = (scale[0, 0] * gradients[0], *gradients[1:])

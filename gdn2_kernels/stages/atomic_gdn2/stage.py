@@ -82,7 +82,10 @@ def launch(kernel, name, options, inputs, outputs, scratch, backwards=False):
     )
     axes = _mesh_axes(inputs[0][1])
     return pl.pallas_call(
-        functools.partial(kernel, K=K, V=V, precision=options.precision),
+        functools.partial(
+            kernel, K=K, V=V, precision=options.precision,
+            unroll=options.interpret is False,
+        ),  # fmt: skip
         grid=(B, H // heads, N),
         in_specs=[spec(kind)[1] for kind, _ in inputs],
         out_specs=[spec(kind)[1] for kind, _ in outputs],
