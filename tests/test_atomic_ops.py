@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import gdn2_kernels as gk
@@ -21,15 +22,15 @@ BACKWARD = ["own_outputs", "scan_back", "prepare_back", "scores_back", "log_deca
 
 
 @functools.cache
-def arguments(dtype="float32", gate="-1"):
+def arguments(dtype="float32", gate="-1", dims=DIMS):
     """For every launch by name what the twins of the launches before it return: real arguments, and all alone."""
-    L = DIMS.N * DIMS.C
-    inputs, state, do, d_state = make(L, DIMS.K, DIMS.V, B=DIMS.B, H=DIMS.H, gate=gate)
-    flat = [jnp.asarray(x.reshape(DIMS.B, L, -1), dtype) for x in (*inputs, do)]
+    L = dims.N * dims.C
+    inputs, state, do, d_state = make(L, dims.K, dims.V, B=dims.B, H=dims.H, gate=gate)
+    flat = [jnp.asarray(x.reshape(dims.B, L, -1), dtype) for x in (*inputs, do)]
     q, k, v, g, b, w, do = flat
     q, g = q.astype(jnp.float32), g.astype(jnp.float32)
     state, d_state = jnp.asarray(state.swapaxes(2, 3)), jnp.asarray(d_state.swapaxes(2, 3))
-    options = launch.Options(DIMS, "highest", None)
+    options = launch.Options(dims, "highest", None)
     found = {}
 
     def run(name, *values):
@@ -48,14 +49,14 @@ def arguments(dtype="float32", gate="-1"):
     return found
 
 
-def launched(name, values, interpret, precision="highest"):
+def launched(name, values, interpret, precision="highest", dims=DIMS):
     module = forward if name in FORWARD else backward
-    found = getattr(module, name)(*values, launch.Options(DIMS, precision, interpret))
+    found = getattr(module, name)(*values, launch.Options(dims, precision, interpret))
     return found if isinstance(found, (list, tuple)) else [found]
 
 
-def expected(name, values):
-    found = getattr(twins, name)(*values, launch.Options(DIMS, "highest", None))
+def expected(name, values, dims=DIMS):
+    found = getattr(twins, name)(*values, launch.Options(dims, "highest", None))
     return found if isinstance(found, (list, tuple)) else [found]
 
 
@@ -75,6 +76,29 @@ def test_launch_is_its_twin(name, gate, dtype):
     for found, wanted in zip(launched(name, values, True), expected(name, values), strict=True):
         assert found.dtype == wanted.dtype
         assert relative_error(found, wanted) < (1e-6 if found.dtype == jnp.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("gate", ["per channel"])
+@pytest.mark.parametrize("name", ["scores", "scores_back"])
+def test_walk_as_compiled_for_the_chip(name, gate, monkeypatch):
+    """Tiles of eight columns, unrolled: interpreted kernels otherwise take wider ones."""
+    monkeypatch.setattr(forward.Walk, "of", lambda options: forward.Walk(launch.TILE, True))
+    dims = DIMS._replace(C=32, N=1, H=1)
+    values = arguments("float32", gate, dims)[name]
+    for found, wanted in zip(launched(name, values, True, dims=dims), expected(name, values, dims), strict=True):
+        assert relative_error(found, wanted) < 1e-6
+
+
+def test_unwritten_memory_is_nan_here():
+    """The next test has teeth: what no kernel wrote comes out as NaN."""
+
+    def kernel(x, out, scratch):
+        out[...] = x[...] + scratch[...]
+
+    x = jnp.ones((8, 128))
+    strict = pltpu.InterpretParams(uninitialized_memory="nan")
+    scratch = [pltpu.VMEM(x.shape, jnp.float32)]
+    assert np.isnan(pl.pallas_call(kernel, out_shape=x, scratch_shapes=scratch, interpret=strict)(x)).all()
 
 
 @pytest.mark.parametrize("name", FORWARD + BACKWARD)
