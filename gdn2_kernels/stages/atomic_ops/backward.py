@@ -38,12 +38,14 @@ def own_outputs(do, Aqk, vn, options):
     Arguments: do "values", Aqk "square", vn "values". Returns: dAqk "square", dvn
     "values".
     """
+    dims = options.dims
     return launch(
         functools.partial(own_outputs_kernel, precision=options.precision),
         options,
         [("values", do), ("square", Aqk), ("values", vn)],
         [("square", FLOAT), ("values", FLOAT)],
         name="B2_own_outputs",
+        flops=4 * dims.C**2 * dims.V,
     )
 
 
@@ -81,16 +83,18 @@ def scan_back(do, dvn, W, kg, qg, decay, d_final, options):
     Returns: dvn "values", dS' "state" (of the state leaving each chunk), d_initial
     "head".
     """
+    dims = options.dims
     return launch(
         functools.partial(scan_back_kernel, precision=options.precision),
         options,
         [("values", do), ("values", dvn), ("keys", W), ("keys", kg), ("keys", qg),
          ("row", decay), ("head", d_final)],
         [("values", FLOAT), ("state", FLOAT), ("head", FLOAT)],
-        scratch=[(options.dims.V, options.dims.K)],
+        scratch=[(dims.V, dims.K)],
         in_order=True,
         backwards=True,
         name="B1_scan_back",
+        flops=6 * dims.C * dims.K * dims.V,
     )  # fmt: skip
 
 
@@ -136,6 +140,7 @@ def prepare_back(k, v, g, b, w, X, kg, qg, decay, vn, S, do, dvn, dS, options):
     Returns: dq, dk, dbk "keys" as far as they come through the state, dv, dw "values",
     dAkk "square", and for dg: reads, writes "keys", passing "row".
     """
+    _, _, _, C, K, V = options.dims
     return launch(
         functools.partial(prepare_back_kernel, precision=options.precision),
         options,
@@ -145,6 +150,8 @@ def prepare_back(k, v, g, b, w, X, kg, qg, decay, vn, S, do, dvn, dS, options):
         [("keys", FLOAT)] * 3 + [("values", v.dtype), ("values", w.dtype)]
         + [("square", FLOAT)] + [("keys", FLOAT)] * 2 + [("row", FLOAT)],
         name="B3_prepare_back",
+        flops=6 * C * K * V + 4 * C**2 * (K + V + C),
+        exps=2 * C * K,
     )  # fmt: skip
 
 
@@ -217,7 +224,7 @@ def scores_back(q, k, g, b, dAqk, dAkk, dq, dk, dbk, options):
 
     Returns: dq (of the scaled q), dk, db, and the pairs' share of dg, "keys".
     """
-    C, K = options.dims.C, options.dims.K
+    dims = options.dims
     return launch(
         functools.partial(scores_back_kernel, walk=Walk.of(options)),
         options,
@@ -225,8 +232,10 @@ def scores_back(q, k, g, b, dAqk, dAkk, dq, dk, dbk, options):
         + [("square", x) for x in (dAqk, dAkk)]
         + [("keys", x) for x in (dq, dk, dbk)],
         [("keys", FLOAT), ("keys", k.dtype), ("keys", b.dtype), ("keys", FLOAT)],
-        scratch=[(C, K)] * 4,
+        scratch=[(dims.C, dims.K)] * 4,
         name="B4_scores_back",
+        flops=14 * dims.pairs,
+        exps=dims.pairs,
     )
 
 
@@ -246,10 +255,12 @@ def log_decay_back(reads, writes, passing, pairs, dtype, options):
 
     Arguments: of B3 and B4; dtype of dg. Returns: dg "keys".
     """
+    dims = options.dims
     return launch(
         log_decay_back_kernel,
         options,
         [("keys", reads), ("keys", writes), ("row", passing), ("keys", pairs)],
         [("keys", dtype)],
         name="B5_log_decay_back",
+        flops=2 * dims.C * dims.K * dims.C.bit_length(),
     )[0]

@@ -121,14 +121,16 @@ def scores(q, k, g, b, options):
 
     Arguments: q (scaled), k, g, b "keys". Returns: Aqk, Akk "square".
     """
-    C, K = options.dims.C, options.dims.K
+    dims = options.dims
     return launch(
         functools.partial(scores_kernel, walk=Walk.of(options)),
         options,
         [("keys", x) for x in (q, k, g, b)],
         [("square", FLOAT)] * 2,
-        scratch=[(C, K)] * 2,
+        scratch=[(dims.C, dims.K)] * 2,
         name="A_scores",
+        flops=6 * dims.pairs,
+        exps=dims.pairs,
     )
 
 
@@ -162,8 +164,15 @@ def inverse(Akk, options):
     Arguments and result: "square".
     """
     kernel = functools.partial(inverse_kernel, precision=options.precision)
-    arrays = [("square", Akk)], [("square", FLOAT)]
-    return launch(kernel, options, *arrays, name="B_inverse")[0]
+    C = options.dims.C
+    return launch(
+        kernel,
+        options,
+        [("square", Akk)],
+        [("square", FLOAT)],
+        name="B_inverse",
+        flops=4 * C**3 * (C.bit_length() - 2),
+    )[0]
 
 
 # ------------------------------------------------------ C: what the scan needs
@@ -186,6 +195,7 @@ def prepare(q, k, v, g, b, w, X, options):
 
     Returns: W "keys", U "values", kg, qg "keys", decay = exp(G_C) "row".
     """
+    dims = options.dims
     return launch(
         functools.partial(prepare_kernel, precision=options.precision),
         options,
@@ -194,6 +204,8 @@ def prepare(q, k, v, g, b, w, X, options):
         [("keys", FLOAT), ("values", FLOAT), ("keys", FLOAT), ("keys", FLOAT),
          ("row", FLOAT)],
         name="C_prepare",
+        flops=2 * dims.C**2 * (dims.K + dims.V),
+        exps=2 * dims.C * dims.K,
     )  # fmt: skip
 
 
@@ -240,4 +252,5 @@ def scan(Aqk, W, U, kg, qg, decay, initial, dtype, options):
         scratch=[(dims.V, dims.K)],
         in_order=True,
         name="D_scan",
+        flops=2 * dims.C * dims.V * (3 * dims.K + dims.C),
     )  # fmt: skip

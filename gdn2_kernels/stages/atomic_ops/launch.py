@@ -23,6 +23,11 @@ class Dims(NamedTuple):
     K: int
     V: int
 
+    @property
+    def pairs(self) -> int:
+        """Pairs i >= j of a chunk times key channels."""
+        return self.C * (self.C + 1) // 2 * self.K
+
 
 class Options(NamedTuple):
     """What a launch has to know besides its arrays."""
@@ -74,6 +79,8 @@ def launch(
     outputs,  # (kind, dtype), ..
     *,
     name: str,
+    flops: int,  # of one chunk of one head
+    exps: int = 0,
     scratch=(),  # float32 shapes in VMEM
     in_order: bool = False,
     backwards: bool = False,
@@ -94,18 +101,26 @@ def launch(
         assert array.shape == expected, (name, kind, array.shape, expected)
     axes = _mesh_axes(inputs[0][1])
     chunks = pltpu.ARBITRARY if in_order else pltpu.PARALLEL
+    out_shape = [
+        jax.ShapeDtypeStruct(shape_and_block(kind, dims)[0], dtype, **axes)
+        for kind, dtype in outputs
+    ]
+    moved = [array for _, array in inputs] + out_shape
+    steps = dims.B * dims.H * dims.N
     return pl.pallas_call(
         kernel,
         grid=(dims.B, dims.H, dims.N),
         in_specs=[spec(kind) for kind, _ in inputs],
         out_specs=[spec(kind) for kind, _ in outputs],
-        out_shape=[
-            jax.ShapeDtypeStruct(shape_and_block(kind, dims)[0], dtype, **axes)
-            for kind, dtype in outputs
-        ],
+        out_shape=out_shape,
         scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=(pltpu.PARALLEL, pltpu.PARALLEL, chunks)
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=steps * flops,
+            transcendentals=steps * exps,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in moved),
         ),
         interpret=options.interpret,
         name=f"{name}_C{dims.C}_K{dims.K}_V{dims.V}",
