@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gdn2_kernels.environment import on_tpu
 from gdn2_kernels.stages.atomic_ops.backward import (
     log_decay_back,
     own_outputs,
@@ -39,6 +40,7 @@ def residual_bytes(B, L, H, K, V, chunk_size=CHUNK_SIZE) -> int:
     """Bytes of `Residuals`: 2C + 3K + V numbers per token and head, K*V + K per chunk.
 
     K and V count as the multiples of 128 that they are padded to, L as whole chunks.
+    (A chip holds whole registers of 128 lanes: there C = 64 takes the room of 128.)
     """
     C, N = chunk_size, -(-L // chunk_size)
     K, V = padded(K), padded(V)
@@ -117,7 +119,7 @@ def atomic_ops(
     C = chunk_size or max(TILE, min(CHUNK_SIZE, 1 << (L - 1).bit_length()))
     N = -(-L // C)
     if interpret is None:
-        interpret = jax.default_backend() != "tpu"
+        interpret = not on_tpu()
     options = Options(Dims(B, H, N, C, padded(K), padded(V)), precision, interpret)
 
     def view(x):  # (B, L, H, D) -> (B, N*C, H*padded(D))
