@@ -66,7 +66,8 @@ def gdn2(
         elsewhere; others ignore it.
 
     Each of the six inputs is float32 or bfloat16, mixed as you like; or all six float64
-    (with jax_enable_x64), which are then computed in float64.
+    (with jax_enable_x64), which are then computed in float64. Stages that are kernels
+    ("atomic_ops" and after) take K and V multiples of 8 up to 256, and no float64.
 
     Returns:
       o: (B, L, H, V), dtype of v.

@@ -11,6 +11,10 @@ from gdn2_kernels import oracle
 
 NAMES = ("o", "final_state", *oracle.GRADIENTS)
 
+# Stages made of Pallas kernels: interpreted here, so a program takes longer to compile; they refuse float64 and channels
+# that are no multiple of 8.
+KERNELS = [stage for stage in gk.STAGES if stage in ("atomic_ops", "atomic_gdn2", "mxu")]
+
 # Relative L2 error against the float64 oracle, the same for outputs and gradients and for every decay. bfloat16 is what
 # rounding the results costs; the oracle is given the rounded inputs.
 TOLERANCE = {

@@ -11,10 +11,16 @@ from helpers import make
 # All sizes equal, so that a missing axis would broadcast and a swapped one would fit.
 (Q, K, V, G, B, W), STATE, _, _ = make(4, 4, 4, B=4, H=4, gate="-1")
 GOOD = dict(q=Q, k=K, v=V, g=G, b=B, w=W)
+# Sizes that every stage serves.
+WIDE = dict(zip("qkvgbw", make(4, 16, 8, B=1, H=2, gate="-1")[0]))
 
 
 def call(**changes):
     return gk.gdn2(**{**GOOD, **changes})
+
+
+def call_wide(**changes):
+    return gk.gdn2(**{**WIDE, **changes})
 
 
 BAD = {
@@ -80,26 +86,28 @@ def test_positive_g_is_seen_by_eager_grad_and_not_by_jit():
     assert o.shape == V.shape
 
 
-def test_g_of_minus_infinity_forgets():
-    g = G.copy()
+@pytest.mark.parametrize("stage", gk.STAGES)
+def test_g_of_minus_infinity_forgets(stage):
+    g = WIDE["g"].copy()
     g[:, 2] = -np.inf
-    for stage in gk.STAGES:
-        o, state = call(g=g, stage=stage, precision="highest")
-        expected, expected_state = gk.gdn2(*[x[:, 2:] for x in (Q, K, V)], G[:, 2:], B[:, 2:], W[:, 2:], stage=stage)
-        np.testing.assert_allclose(o[:, 2:], expected, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(state, expected_state, rtol=1e-4, atol=1e-5)
+    o, state = call_wide(g=g, stage=stage, precision="highest")
+    expected, expected_state = gk.gdn2(**{name: x[:, 2:] for name, x in WIDE.items()}, stage=stage)
+    np.testing.assert_allclose(o[:, 2:], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(state, expected_state, rtol=1e-4, atol=1e-5)
+    gradients = jax.grad(lambda x: call_wide(**x, stage=stage)[0].sum())({**WIDE, "g": g})
+    assert all(np.isfinite(x).all() for x in gradients.values()) and not gradients["g"][:, 2].any()
 
 
 @pytest.mark.parametrize("stage", gk.STAGES)
 def test_scale_python_numpy_or_traced(stage):
-    plain, _ = call(scale=0.3, stage=stage)
+    plain, _ = call_wide(scale=0.3, stage=stage)
     for scale in (np.float32(0.3), np.float64(0.3), np.array(0.3), jnp.float32(0.3)):
-        assert np.array_equal(call(scale=scale, stage=stage)[0], plain)
-    np.testing.assert_allclose(jax.jit(lambda s: call(scale=s, stage=stage)[0])(0.3), plain, rtol=1e-5, atol=1e-7)
-    slope = jax.grad(lambda s: (call(scale=s, stage=stage)[0] * V).sum())(0.3)
-    np.testing.assert_allclose(slope, (plain * V).sum() / 0.3, rtol=1e-4)
-    assert np.array_equal(call(stage=stage)[0], call(scale=0.5, stage=stage)[0])  # K = 4
-    assert np.array_equal(call(scale=jnp.int32(1), stage=stage)[0], call(scale=1, stage=stage)[0])
+        assert np.array_equal(call_wide(scale=scale, stage=stage)[0], plain)
+    np.testing.assert_allclose(jax.jit(lambda s: call_wide(scale=s, stage=stage)[0])(0.3), plain, rtol=1e-5, atol=1e-7)
+    slope = jax.grad(lambda s: (call_wide(scale=s, stage=stage)[0] * WIDE["v"]).sum())(0.3)
+    np.testing.assert_allclose(slope, (plain * WIDE["v"]).sum() / 0.3, rtol=1e-4)
+    assert np.array_equal(call_wide(stage=stage)[0], call_wide(scale=0.25, stage=stage)[0])  # K = 16
+    assert np.array_equal(call_wide(scale=jnp.int32(1), stage=stage)[0], call_wide(scale=1, stage=stage)[0])
 
 
 @pytest.mark.parametrize("chunk_size", [np.uint8(8), np.int8(64), 2**40])
@@ -109,4 +117,4 @@ def test_chunk_size_of_any_integer_kind(chunk_size):
 
 def test_auto_is_a_stage():
     assert np.array_equal(call()[0], call(stage="wy")[0])
-    assert gk.STAGES == ("recurrence", "associative_scan", "wy")
+    assert gk.STAGES == ("recurrence", "associative_scan", "wy", "atomic_ops", "atomic_gdn2")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import gdn2_kernels as gk
-from helpers import GATES, TOLERANCE, assert_close, make, results, truth, wrong_signs, x64
+from helpers import GATES, KERNELS, TOLERANCE, assert_close, make, results, truth, wrong_signs, x64
 
 stages = pytest.mark.parametrize("stage", gk.STAGES)
 # Two stages compute in float32 whatever the word.
@@ -28,15 +28,24 @@ def test_every_decay(stage, precision, gate):
         assert wrong_signs(found["dg"], expected["dg"], floor) == 0
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 65, 129, 300])
-@stages
+LENGTHS = [1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 65, 129, 300]
+
+
+@pytest.mark.parametrize(
+    "stage, length",
+    [(stage, x) for stage in gk.STAGES for x in (LENGTHS if stage not in KERNELS else [1, 7, 17, 64, 129])],
+)
 def test_every_length(stage, length):
     x = make(length, 8, 16, B=1, gate="bursts")
     assert_close(results(stage, *x), truth(*x), TOLERANCE["float32", "highest"])
 
 
-@pytest.mark.parametrize("K, V", [(8, 256), (256, 8), (48, 80), (128, 128), (1, 3)])
-@stages
+SIZES = [(8, 256), (256, 8), (48, 80), (128, 128)]
+
+
+@pytest.mark.parametrize(
+    "stage, K, V", [(stage, *x) for stage in gk.STAGES for x in (SIZES if stage in KERNELS else [*SIZES, (1, 3)])]
+)
 def test_every_head_size(stage, K, V):
     x = make(19, K, V, B=1, H=1)
     assert_close(results(stage, *x), truth(*x), TOLERANCE["float32", "highest"])
@@ -72,7 +81,13 @@ def test_mixed_dtypes_keep_their_own(stage):
     assert_close(found, truth(mixed, state, rounded_do, d_state), TOLERANCE["float32", "high"], exact)
 
 
-@stages
+@pytest.mark.parametrize("stage", KERNELS)
+def test_kernels_refuse_float64_by_name(stage):
+    with x64(), pytest.raises(ValueError, match="^q: .*float64"):
+        gk.gdn2(*make(9, 8, 8, dtype=np.float64)[0], stage=stage)
+
+
+@pytest.mark.parametrize("stage", [stage for stage in gk.STAGES if stage not in KERNELS])
 def test_float64(stage):
     with x64():
         x = make(33, gate="per channel", dtype=np.float64)

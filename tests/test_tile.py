@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from gdn2_kernels import tile
 
@@ -52,6 +53,60 @@ def test_precision_is_ours_whatever_the_program_says():
             assert np.array_equal(jax.jit(lambda a, b: tile.matmul(a, b, "high"))(a, b), plain)
             text = jax.jit(lambda a, b: tile.matmul(a, b, "high")).lower(a, b).as_text()
             assert "HIGHEST" not in text and "HIGH" not in text
+
+
+# ------------------------------------------------------ dot, inside a kernel
+
+
+def in_kernel(a, b, precision, **transposed):
+    def kernel(a, b, out):
+        out[...] = tile.dot(a[...], b[...], precision, **transposed)
+
+    M, N = (a.shape[1] if transposed.get("transpose_a") else a.shape[0],
+            b.shape[0] if transposed.get("transpose_b") else b.shape[1])  # fmt: skip
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((M, N), jnp.float32), interpret=True)(a, b)
+
+
+def bfloat16(x):
+    return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("precision", tile.PRECISIONS)
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_dot_in_a_kernel_is_made_of_bfloat16_passes(precision, transpose_a, transpose_b, x64):
+    a, b = [np.asarray(x[0]) for x in operands()]
+    a_high, b_high = bfloat16(a), bfloat16(b)
+    a_low, b_low = bfloat16(a - a_high), bfloat16(b - b_high)
+    expected = {
+        "default": a_high @ b_high,
+        "high": a_high @ b_high + a_high @ b_low + a_low @ b_high,
+        "highest": a.astype(np.float64) @ b.astype(np.float64),
+    }[precision]
+    with jax.enable_x64(x64) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(x64):
+        found = jax.jit(in_kernel, static_argnums=2, static_argnames=("transpose_a", "transpose_b"))(
+            a.T if transpose_a else a, b.T if transpose_b else b, precision, transpose_a=transpose_a, transpose_b=transpose_b
+        )
+    assert found.dtype == jnp.float32
+    # Only the order of a float32 sum is left open: a wrong pass would show at 2^-9 or 2^-17.
+    np.testing.assert_allclose(found, expected, atol=1e-6 * np.max(np.abs(a) @ np.abs(b)) / 8)
+
+
+@pytest.mark.parametrize("precision", tile.PRECISIONS)
+def test_dot_is_the_product_outside(precision):
+    a, b = operands()
+    outside = jax.jit(tile.matmul, static_argnums=2)(a, b, precision)[0]
+    np.testing.assert_allclose(in_kernel(a[0], b[0], precision), outside, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", tile.PRECISIONS)
+def test_dot_has_its_own_precision_whatever_the_program_says(precision):
+    a, b = [x[0] for x in operands()]
+    plain = in_kernel(a, b, precision)
+    for setting in ("bfloat16", "tensorfloat32", "highest"):
+        with jax.default_matmul_precision(setting):
+            assert np.array_equal(in_kernel(a, b, precision), plain)
 
 
 def test_chunks_there_and_back():

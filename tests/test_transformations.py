@@ -9,14 +9,19 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import gdn2_kernels as gk
-from helpers import make, x64
+from helpers import KERNELS, make, x64
 
 INPUTS, STATE, DO, D_STATE = make(20, 8, 16, gate="-1")
 stages = pytest.mark.parametrize("stage", gk.STAGES)
 
 
 def run(stage, *inputs, **options):
-    return gk.gdn2(*inputs, stage=stage, precision="high", **options)
+    return gk.gdn2(*inputs, stage=stage, precision="high", chunk_size=8, **options)
+
+
+def shard_map(stage, f, **options):
+    # JAX's interpreter of kernels does not know which values vary over a mesh; compiled kernels do (see the last test).
+    return jax.shard_map(f, **options, check_vma=stage not in KERNELS)
 
 
 def loss(stage, inputs, state=None):
@@ -88,8 +93,13 @@ def test_x64_on_gives_the_same_float32_numbers(stage):
     same(((o, state), gradients), expected)
 
 
-@pytest.mark.parametrize("setting", ["default", "high", "highest", "bfloat16", "tensorfloat32", "float32"])
-@stages
+SETTINGS = ["default", "high", "highest", "bfloat16", "tensorfloat32", "float32"]
+
+
+@pytest.mark.parametrize(
+    "stage, setting",
+    [(stage, x) for stage in gk.STAGES for x in (SETTINGS if stage not in KERNELS else ["bfloat16", "highest"])],
+)
 def test_matmul_precision_of_the_program(stage, setting):
     expected = plain(stage)
     with jax.default_matmul_precision(setting):
@@ -110,7 +120,7 @@ def test_shard_map_over_batch_and_heads(stage):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("batch", "head"))
     data, state = PartitionSpec("batch", None, "head"), PartitionSpec("batch", "head")
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(data,) * 6, out_specs=(data, state))
+    @functools.partial(shard_map, stage, mesh=mesh, in_specs=(data,) * 6, out_specs=(data, state))
     def sharded(*x):
         return run(stage, *x)
 
@@ -150,7 +160,8 @@ def test_replicated_state_and_gate_under_shard_map(stage):
         state = jnp.broadcast_to(state, (q.shape[0], *state.shape[1:]))
         return run(stage, q, k, v, jnp.zeros(k.shape), b, w, initial_state=state)
 
-    sharded = jax.shard_map(without_decay, mesh=mesh, in_specs=(batch,) * 5 + (everywhere,), out_specs=(batch, batch))
+    specs = dict(in_specs=(batch,) * 5 + (everywhere,), out_specs=(batch, batch))
+    sharded = shard_map(stage, without_decay, mesh=mesh, **specs)
 
     def gradient(f):
         def of_state(state):
@@ -160,3 +171,21 @@ def test_replicated_state_and_gate_under_shard_map(stage):
         return jax.jit(jax.grad(of_state))(STATE[:1])
 
     same(gradient(sharded), gradient(without_decay))
+
+
+@pytest.mark.parametrize("stage", KERNELS)
+def test_compiled_kernels_say_what_varies_over_the_mesh(stage):
+    """Lowered for a TPU with JAX's own check of shard_map on, forward and backward, a replicated state among the inputs."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("batch",))
+    batch, everywhere = PartitionSpec("batch"), PartitionSpec()
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(batch,) * 6 + (everywhere,), out_specs=(batch, batch))
+    def sharded(*x):
+        return run(stage, *x[:6], initial_state=jnp.broadcast_to(x[6], STATE[:1].shape), interpret=False)
+
+    def loss(*x):
+        o, state = sharded(*x)
+        return o.sum() + state.sum()
+
+    traced = jax.jit(jax.grad(loss, argnums=range(7))).trace(*INPUTS, STATE[:1])
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()

@@ -9,6 +9,7 @@ import pytest
 import gdn2_kernels as gk
 from gdn2_kernels import v5e
 from gdn2_kernels.stages import associative_scan
+from helpers import KERNELS, x64
 
 try:
     v5e.compile(lambda x: x + 1, jax.ShapeDtypeStruct((8, 128), jnp.float32))
@@ -31,7 +32,7 @@ def gradients(stage, **options):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("stage", gk.STAGES)
 def test_compiles(stage, dtype):
-    report = v5e.compile(gradients(stage), *shapes(1, 100, 2, 128, 64, dtype))
+    report = v5e.compile(gradients(stage, interpret=False), *shapes(1, 100, 2, 128, 64, dtype))
     assert report.total_bytes > 0 and "bytes" in str(report)
 
 
@@ -51,9 +52,27 @@ def test_too_slow_a_compiler_is_told_by_its_limit():
 
 
 @pytest.mark.parametrize("setting", ["high", "highest"])
-def test_compiles_under_the_programs_own_precision(setting):
+@pytest.mark.parametrize("stage", ["wy", *KERNELS])
+def test_compiles_under_the_programs_own_precision(stage, setting):
     with jax.default_matmul_precision(setting):
-        v5e.compile(gradients("wy"), *shapes(1, 64, 1, 64, 64, jnp.bfloat16))
+        v5e.compile(gradients(stage, interpret=False), *shapes(1, 64, 1, 64, 64, jnp.bfloat16))
+
+
+# Channels that fill no register of 128 lanes, that fill two, one of each.
+KERNEL_SHAPES = [(8, 256, 16, jnp.float32, "high"), (256, 256, 64, jnp.bfloat16, "default"), (48, 96, 128, jnp.float32, "highest")]
+
+
+@pytest.mark.parametrize("K, V, chunk_size, dtype, precision", KERNEL_SHAPES)
+@pytest.mark.parametrize("stage", KERNELS)
+def test_kernels_of_every_shape_compile(stage, K, V, chunk_size, dtype, precision):
+    options = dict(chunk_size=chunk_size, precision=precision, interpret=False)
+    v5e.compile(gradients(stage, **options), *shapes(1, 100, 2, K, V, dtype))
+
+
+@pytest.mark.parametrize("stage", KERNELS)
+def test_kernels_compile_under_x64(stage):
+    with x64():
+        v5e.compile(gradients(stage, interpret=False), *shapes(1, 100, 2, 128, 64))
 
 
 def test_one_head_of_the_baseline_takes_what_it_says():

@@ -7,10 +7,18 @@ on checked arguments: `scale` a scalar array, `initial_state` an array, `chunk_s
   `interpret` possibly None.
 """
 
-from gdn2_kernels.stages import associative_scan, recurrence, wy
+from gdn2_kernels.stages import (
+    associative_scan,
+    atomic_gdn2,
+    atomic_ops,
+    recurrence,
+    wy,
+)  # fmt: skip
 
 STAGES = {
     "recurrence": recurrence.recurrence,
     "associative_scan": associative_scan.associative_scan,
     "wy": wy.wy,
+    "atomic_ops": atomic_ops.atomic_ops,
+    "atomic_gdn2": atomic_gdn2.atomic_gdn2,
 }
