@@ -44,7 +44,8 @@ def cpu():
 
 def v5e_memory():
     """Bytes of forward and backward by the v5e compiler."""
-    shapes = [dict(B=1, L=L, H=1, K=D, V=D) for D in (64, 128) for L in (512, 1024, 2048, 4096)]
+    lengths = {64: (512, 1024), 128: (512, 1024, 2048, 4096)}
+    shapes = [dict(B=1, L=L, H=1, K=D, V=D) for D in lengths for L in lengths[D]]
     shapes.append(dict(B=4, L=2048, H=6, K=128, V=128))
     rows = []
     for shape in shapes:
