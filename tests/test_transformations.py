@@ -16,7 +16,7 @@ stages = pytest.mark.parametrize("stage", gk.STAGES)
 
 
 def run(stage, *inputs, **options):
-    return gk.gdn2(*inputs, stage=stage, precision="high", chunk_size=8, **options)
+    return gk.gdn2(*inputs, stage=stage, precision="high", chunk_size=16, **options)
 
 
 def shard_map(stage, f, **options):
