@@ -124,7 +124,11 @@ def test_batch_and_heads_are_independent(stage):
     swapped = results(stage, [x[::-1, :, ::-1] for x in inputs], state[::-1, ::-1], do[::-1, :, ::-1], d_state[::-1, ::-1])
     for name, value in swapped.items():
         back = value[::-1, ::-1] if "state" in name else value[::-1, :, ::-1]
-        assert np.array_equal(back, base[name]), name
+        if stage == "atomic_gdn2":
+            # Heads of one grid step are one program; interpreted, XLA may round them differently.
+            np.testing.assert_allclose(back, base[name], rtol=1e-5, atol=2e-6, err_msg=name)
+        else:
+            assert np.array_equal(back, base[name]), name
 
 
 @pytest.mark.parametrize("cut", [1, 7, 32, 64, 69])

@@ -9,7 +9,8 @@ from helpers import make
 
 
 def row(*tokens):
-    return np.array(tokens, np.float32)[None, :, None, :]
+    """(1, L, 1, 8) with two channels in use: kernels want a multiple of 8."""
+    return np.pad(np.array(tokens, np.float32), ((0, 0), (0, 6)))[None, :, None, :]
 
 
 @pytest.mark.parametrize("stage", gk.STAGES)
@@ -17,11 +18,11 @@ def test_erase_acts_on_keys_and_write_on_values(stage):
     """Gates of 0 and 1 over two channels. The third token may erase nothing of key channel 0 and write only value 0."""
     o, state = gk.gdn2(
         q=row([1, 0], [1, 0], [1, 1]), k=row([1, 0], [1, 0], [0, 1]), v=row([2, 3], [5, 7], [1, 1]),
-        g=np.zeros((1, 3, 1, 2), np.float32), b=row([1, 1], [0, 1], [1, 0]), w=row([1, 1], [0, 1], [1, 0]),
+        g=np.zeros((1, 3, 1, 8), np.float32), b=row([1, 1], [0, 1], [1, 0]), w=row([1, 1], [0, 1], [1, 0]),
         scale=1.0, stage=stage,
     )  # fmt: skip
-    assert np.array_equal(o[0, :, 0], [[2, 3], [2, 10], [3, 10]])
-    assert np.array_equal(state[0, 0], [[2, 10], [1, 0]])
+    assert np.array_equal(o[0, :, 0, :2], [[2, 3], [2, 10], [3, 10]]) and not o[..., 2:].any()
+    assert np.array_equal(state[0, 0, :2, :2], [[2, 10], [1, 0]]) and np.count_nonzero(state) == 3
 
 
 @pytest.mark.parametrize("stage", gk.STAGES)

@@ -354,7 +354,10 @@ def wy(
         x = to_chunks(x.astype(dtype), C, N)
         return x.reshape(segments, -1, *x.shape[1:])
 
-    inputs = map(segmented, (q.astype(dtype) * scale, k, v, g, b, w))
+    inputs = [segmented(x) for x in (q.astype(dtype) * scale, k, v, g, b, w)]
+    # The barrier changes nothing: jaxlib 0.7.2 folds inputs that are constants of the
+    # program through the transposes, and gets them wrong.
+    inputs = lax.optimization_barrier(inputs)
     o, final_state = run(*inputs, initial_state.reshape(B * H, -1, V), precision)
     o = from_chunks(o.reshape(N, *o.shape[2:]), B, L)
     return o.astype(v.dtype), final_state.reshape(initial_state.shape)
