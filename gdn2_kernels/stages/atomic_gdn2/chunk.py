@@ -17,6 +17,7 @@ Shapes: q, k, bk, a (C, K); states (V, K), rows are value channels.
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
@@ -44,14 +45,20 @@ def columns(shape):
     return lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
+def roll(x, by):
+    """Row i holds row i - by, around the end."""
+    # int32: under x64 a Python int would be 64 bits wide, which the chip refuses.
+    return pltpu.roll(x, np.int32(by), 0)
+
+
 def shift_down(x, by=1):
     """Row i holds row i - by. The first rows hold what fell out at the end."""
-    return pltpu.roll(x, by, 0)
+    return roll(x, by)
 
 
 def shift_up(x):
     """Row i holds row i + 1."""
-    return pltpu.roll(x, x.shape[0] - 1, 0)
+    return roll(x, x.shape[0] - 1)
 
 
 def by_distance(step, carry, unroll, backwards=False):
@@ -86,11 +93,11 @@ def factors(a):
     """
     row = rows(a.shape) % SUB
     last = a.shape[0] - 1
-    P, Q = a, jnp.where(row < SUB - 1, pltpu.roll(a, last, 0), 1.0)
+    P, Q = a, jnp.where(row < SUB - 1, roll(a, last), 1.0)
     step = 1
     while step < SUB:
-        P = P * jnp.where(row >= step, pltpu.roll(P, step, 0), 1.0)
-        Q = Q * jnp.where(row < SUB - step, pltpu.roll(Q, last + 1 - step, 0), 1.0)
+        P = P * jnp.where(row >= step, roll(P, step), 1.0)
+        Q = Q * jnp.where(row < SUB - step, roll(Q, last + 1 - step), 1.0)
         step *= 2
     return P, Q
 
@@ -223,7 +230,7 @@ def sum_from(x):
     """Row t: rows t, t+1, .. of the sub-block summed."""
     row, step = rows(x.shape), 1
     while step < SUB:
-        x = x + jnp.where(row < SUB - step, pltpu.roll(x, SUB - step, 0), 0.0)
+        x = x + jnp.where(row < SUB - step, roll(x, SUB - step), 0.0)
         step *= 2
     return x
 
@@ -231,9 +238,9 @@ def sum_from(x):
 def sum_before(x):
     """Row t: rows 0 .. t-1 of the sub-block summed."""
     row, step = rows(x.shape), 1
-    x = jnp.where(row >= 1, pltpu.roll(x, 1, 0), 0.0)
+    x = jnp.where(row >= 1, roll(x, 1), 0.0)
     while step < SUB:
-        x = x + jnp.where(row >= step, pltpu.roll(x, step, 0), 0.0)
+        x = x + jnp.where(row >= step, roll(x, step), 0.0)
         step *= 2
     return x
 
@@ -250,7 +257,8 @@ def inverse(A, precision):
     C = A.shape[0]
     row, column = rows((C, C)), columns((C, C))
     differ = row ^ column  # the highest bit tells at which level a pair meets
-    X = jnp.where(row == column, 1.0, 0.0) - jnp.where(differ == 1, A, 0.0)
+    identity = (row == column).astype(jnp.float32)
+    X = identity - jnp.where(differ == 1, A, 0.0)
     h = 2
     while h < C:
         M = jnp.where((differ >= h) & (differ < 2 * h), A, 0.0)

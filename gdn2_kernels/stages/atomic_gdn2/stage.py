@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -49,6 +50,7 @@ def heads_per_step(H: int, largest: int) -> int:
 def shape_and_block(kind, options, heads, backwards):
     """Whole shape of an array, and the block of it that a grid step works on."""
     B, H, N, C, K, V, *_ = options
+    zero = np.int32(0)  # a Python zero would be int64 under x64
 
     def chunk(n):
         return N - 1 - n if backwards else n
@@ -59,16 +61,21 @@ def shape_and_block(kind, options, heads, backwards):
 
     def per_chunk(*shape):
         block = (None, None, heads, *shape)
-        index = lambda b, h, n: (b, chunk(n), h, 0, 0)  # noqa: E731
+        index = lambda b, h, n: (b, chunk(n), h, zero, zero)  # noqa: E731
         return (B, N, H, *shape), pl.BlockSpec(block, index)
 
     def per_head(*shape):
         block = (None, heads, *shape)
-        index = lambda b, h, n: (b, h, 0, 0)  # noqa: E731
+        index = lambda b, h, n: (b, h, zero, zero)  # noqa: E731
         return (B, H, *shape), pl.BlockSpec(block, index)
 
     return {
-        "scale": lambda: ((1, 1), pl.BlockSpec(memory_space=pltpu.SMEM)),
+        "scale": lambda: (
+            (1, 1),
+            pl.BlockSpec(
+                (1, 1), lambda b, h, n: (zero, zero), memory_space=pltpu.SMEM
+            ),
+        ),
         "keys": lambda: tokens(K),
         "values": lambda: tokens(V),
         "square": lambda: per_chunk(C, C),
