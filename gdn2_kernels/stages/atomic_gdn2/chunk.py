@@ -24,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from gdn2_kernels.tile import dot
 
 SUB = 16
+WITHIN = np.int32(SUB - 1)  # mask: the row within its sub-block, in 32 bits
 
 
 def side_by_side(heads):
@@ -91,7 +92,7 @@ def factors(a):
     """P: product of a from the first row of the sub-block to each row. Q: product of a
     over the rows after each row, to the end of the sub-block. Both (C, K).
     """
-    row = rows(a.shape) % SUB
+    row = rows(a.shape) & WITHIN
     last = a.shape[0] - 1
     P, Q = a, jnp.where(row < SUB - 1, roll(a, last), 1.0)
     step = 1
@@ -140,7 +141,7 @@ def scores(q, k, bk, a, decay, precision, unroll):
     row, column = rows((C, C)), columns((C, C))
 
     def put(matrix, distance, x, down):
-        pairs = (row - column == distance) & (row % SUB >= distance)
+        pairs = (row - column == distance) & ((row & WITHIN) >= distance)
         return jnp.where(pairs, jnp.sum(x * down, 1, keepdims=True), matrix)
 
     def step(distance, carry):
@@ -187,7 +188,7 @@ def scores_back(
 
     def step(distance, carry):
         dq, d_bk, dg, d_down = carry
-        pairs = (row - column == distance) & (row % SUB >= distance)
+        pairs = (row - column == distance) & ((row & WITHIN) >= distance)
         from_q = jnp.sum(jnp.where(pairs, dAqk, 0.0), 1, keepdims=True)
         from_bk = jnp.sum(jnp.where(pairs, dA, 0.0), 1, keepdims=True)
         down = down_scratch[distance]
