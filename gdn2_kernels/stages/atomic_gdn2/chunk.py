@@ -271,12 +271,6 @@ def inverse(A, precision):
     return X
 
 
-def lower(x, diagonal=True):
-    """x (C, C) with zeros above its diagonal, or on it too."""
-    row, column = rows(x.shape), columns(x.shape)
-    return jnp.where(row >= column if diagonal else row > column, x, 0.0)
-
-
 def diagonal(x):
     """The diagonal of x (C, C) as a column (C, 1)."""
     return jnp.sum(jnp.where(rows(x.shape) == columns(x.shape), x, 0.0), 1, keepdims=True)
