@@ -84,27 +84,36 @@ def dot(a, b, precision, *, transpose_a=False, transpose_b=False):
     Returns:
       (M, N) float32.
     """
-    contracted = ((0 if transpose_a else 1,), (1 if transpose_b else 0,))
-
-    def product(a, b, precision):
-        return lax.dot_general(
-            a,
-            b,
-            (contracted, ((), ())),
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
-
-    def one_pass(a, b):
-        return product(_as_operand(a), _as_operand(b), lax.Precision.DEFAULT)
-
+    turned = transpose_a, transpose_b
     if precision == "highest":
-        return product(a, b, lax.Precision.HIGHEST)
+        return exact(a, b, *turned)
     if precision == "default":
-        return one_pass(a, b)
-    a_high, b_high = _high(a), _high(b)
-    small = one_pass(a_high, b - b_high) + one_pass(a - a_high, b_high)
-    return one_pass(a_high, b_high) + small
+        return one_pass(a, b, *turned)
+    a_high, b_high = high_part(a), high_part(b)
+    small = one_pass(a_high, b - b_high, *turned) + one_pass(a - a_high, b_high, *turned)
+    return one_pass(a_high, b_high, *turned) + small
+
+
+def _product(a, b, transpose_a, transpose_b, precision):
+    contracted = ((0 if transpose_a else 1,), (1 if transpose_b else 0,))
+    return lax.dot_general(
+        a,
+        b,
+        (contracted, ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def one_pass(a, b, transpose_a=False, transpose_b=False):
+    """`dot` of operands rounded to bfloat16."""
+    a, b = _as_operand(a), _as_operand(b)
+    return _product(a, b, transpose_a, transpose_b, lax.Precision.DEFAULT)
+
+
+def exact(a, b, transpose_a=False, transpose_b=False):
+    """`dot` in float32."""
+    return _product(a, b, transpose_a, transpose_b, lax.Precision.HIGHEST)
 
 
 # Compiled by Mosaic, float32 operands at DEFAULT precision are rounded to bfloat16 by
@@ -119,8 +128,8 @@ def _as_operand(x):
     return lax.platform_dependent(x, mosaic=lambda x: x, default=_rounded)
 
 
-def _high(x):
-    """The part of x that bfloat16 holds, as float32."""
+def high_part(x):
+    """Inside a kernel, the part of x that bfloat16 holds, as float32."""
     return lax.platform_dependent(x, mosaic=_cast_there_and_back, default=_rounded)
 
 

@@ -11,6 +11,7 @@ from gdn2_kernels.stages import (
     associative_scan,
     atomic_gdn2,
     atomic_ops,
+    mxu,
     recurrence,
     wy,
 )  # fmt: skip
@@ -21,4 +22,5 @@ STAGES = {
     "wy": wy.wy,
     "atomic_ops": atomic_ops.atomic_ops,
     "atomic_gdn2": atomic_gdn2.atomic_gdn2,
+    "mxu": mxu.mxu,
 }

@@ -1,0 +1,5 @@
+"""Stage 6: pairwise decay as matrix products, exact for every gate."""
+
+from gdn2_kernels.stages.mxu.stage import mxu
+
+__all__ = ["mxu"]

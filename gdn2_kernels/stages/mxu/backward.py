@@ -1,0 +1,282 @@
+"""The backward kernel: one chunk of several heads, last chunk first, in three phases.
+
+It computes `plain.backward_chunk` with the arrangements of the forward kernel, and:
+
+- what the forward kernel kept comes transposed, do^T and dz^T are made long before they
+  are used: no transpose stands in front of a product;
+- the levels run from coarse to fine, so the tree is built first and its factors kept;
+- in levels smaller than a register the pairs are blocks on the diagonal: 64 tokens to a
+  product, high and low parts in one contraction;
+- level 1 and the diagonal are gathered on the vector unit, a few rows between one level
+  and the next, while products are under way.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from gdn2_kernels.stages.mxu import levels_back, tiles, tree
+from gdn2_kernels.stages.mxu.forward import IN_REGISTERS, WHOLE_REGISTERS
+from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, side_by_side, write
+from gdn2_kernels.stages.mxu.passes import PASSES
+from gdn2_kernels.stages.mxu.plain import indices
+from gdn2_kernels.stages.mxu.tiles import C, REGISTER, ROWS, registers, roll_lanes, roll_rows, rows
+
+TILE = 16  # rows: a register of bfloat16 numbers
+
+
+class Refs(NamedTuple):
+    scale: object
+    q: object
+    k: object
+    v: object
+    g: object
+    b: object
+    w: object
+    X: object  # transposed, as Aqk and vn
+    Aqk: object
+    vn: object
+    entering: object
+    do: object
+    d_final: object
+    dq: object
+    dk: object
+    dv: object
+    dg: object
+    db: object
+    dw: object
+    d_initial: object
+    d_scale: object
+    d_state: object  # scratch of each head from here on: (V, K)
+    P: object  # (C, K)
+    U: object  # (C, K)
+    small: object  # (2, C, K): factors of levels 2 and 4, U in earlier rows, P in later
+    large: object  # (4, C, K): of levels 8 .. 64
+    dz: object  # (C, V); dvn before it
+    turned: object  # (2, V, C): do, dz transposed
+    pairs: object  # (2, C, C): dAqk, dA
+    turned_pairs: object  # (2, C, C)
+    so_far: object  # (3, C, K): dq, d(b*k), dk
+    owed: object  # (C, K)
+    near: object  # (4, C, K): dq, d(b*k), dk, dg of level 1 and the diagonal
+
+
+def backward_scratch(C, K, V):
+    factors = [(C, K), (C, K), (2, C, K), (4, C, K)]
+    products = [(C, V), (2, V, C), (2, C, C), (2, C, C)]
+    return [(V, K), *factors, *products, (3, C, K), (C, K), (4, C, K)]
+
+
+def backward_kernel(*refs, precision):
+    refs, passes = Refs(*refs), PASSES[precision]
+    heads = heads_of(refs.d_final)
+    n = pl.program_id(2)
+
+    @pl.when(n == 0)
+    def _():
+        refs.d_scale[...] = jnp.zeros(refs.d_scale.shape, jnp.float32)
+        for head in heads:
+            refs.d_state[head.n] = refs.d_final[head.at]
+
+    @phase(0)
+    def _():
+        side_by_side(solve(refs, head, passes) for head in heads)
+
+    @phase(1)
+    def _():
+        side_by_side(large_levels(refs, head, passes) for head in heads)
+
+    @phase(2)
+    def _():
+        side_by_side(small_levels(refs, head, passes) for head in heads)
+
+    @pl.when(n == pl.num_programs(2) - 1)
+    def _():
+        for head in heads:
+            refs.d_initial[head.at] = refs.d_state[head.n]
+
+
+def load(refs, head, tile=slice(None)):
+    """q (scaled), k, b, all (C, K)."""
+    K = refs.d_state.shape[2]
+    q, k, b = (read(x, head, K, tile) for x in (refs.q, refs.k, refs.b))
+    return refs.scale[0, 0] * q, k, b
+
+
+def f32(x):
+    return x.astype(jnp.float32)
+
+
+# ------------------------------------------------------ phase 0
+
+
+def solve(refs, head, passes):
+    """The tree, dz, and the gradients of all pairs."""
+    n, (V, K) = head.n, refs.d_state.shape[1:]
+    build_tree(refs, head)
+    do, dS = read(refs.do, head, V), refs.d_state[n]
+    refs.turned[n, 0] = do.T
+    kg = read(refs.k, head, K) * refs.U[n]
+    dvn = passes.dot(f32(refs.Aqk[head.at]), do)
+    refs.dz[n] = dvn + passes.dot(kg, dS, transpose_b=True)
+    yield
+    dz = passes.dot(f32(refs.X[head.at]), refs.dz[n])
+    refs.dz[n] = dz
+    refs.turned[n, 1] = dz.T
+    yield
+    from_vn = passes.dot(jnp.concatenate([do, refs.dz[n]]), f32(refs.vn[head.at]))
+    row, column = indices((C, C), 0), indices((C, C), 1)
+    refs.pairs[n, 0] = jnp.where(row >= column, from_vn[:C], 0.0)
+    refs.pairs[n, 1] = jnp.where(row > column, -from_vn[C:], 0.0)
+
+
+def build_tree(refs, head):
+    n, K = head.n, refs.d_state.shape[2]
+    P, U = tree.first_doubling(jnp.exp(read(refs.g, head, K)))
+    for level, h in enumerate(IN_REGISTERS):
+        refs.small[n, level] = tiles.choose_rows(h, P, U)
+        P, U = tree.doubling_in_registers(P, U, h)
+    for level, h in enumerate(WHOLE_REGISTERS):
+        refs.large[n, level] = tiles.weave(tiles.earlier(U, h), tiles.later(P, h), h)
+        P, U = tree.doubling(P, U, h)
+    refs.P[n], refs.U[n] = P, U
+
+
+# ------------------------------------------------------ phase 1
+
+
+def large_levels(refs, head, passes):
+    n, (V, K) = head.n, refs.d_state.shape[1:]
+    start_from_state(refs, head, passes)
+    for i in range(2):
+        refs.turned_pairs[n, i] = refs.pairs[n, i].T
+    yield
+    gathered = neighbours_to_gather(tiles.pack_blocks(refs.pairs[n, 0]),
+                                    tiles.pack_blocks(refs.pairs[n, 1]))  # fmt: skip
+    yield
+    q, k, b = load(refs, head)
+    bk = b * k
+    pairs = tuple(passes.split(refs.pairs[n, i]) for i in range(2))
+    sums = tuple(refs.so_far[n, i] for i in range(3))
+    owed = first_row_of(refs, head)
+    for turn, (level, h) in enumerate(reversed(list(enumerate(WHOLE_REGISTERS)))):
+        owed = levels_back.owed_over_halves(q, k, bk, sums, owed, h)
+        sums = levels_back.level(
+            q, k, bk, refs.large[n, level], pairs, refs.turned_pairs[n, 0],
+            refs.turned_pairs[n, 1], sums, h, passes,
+        )  # fmt: skip
+        yield
+        for tile in range(turn * C // TILE // 4, (turn + 1) * C // TILE // 4):
+            yield from neighbours(refs, head, gathered, tile)
+    for i, x in enumerate(sums):
+        refs.so_far[n, i] = x
+    refs.owed[n] = rows(owed)
+
+
+def start_from_state(refs, head, passes):
+    """What dq, d(b*k), dk get through the state; dv and dw."""
+    n, (V, K) = head.n, refs.d_state.shape[1:]
+    P, U, dz = refs.P[n], refs.U[n], refs.dz[n]
+    both = jnp.concatenate([read(refs.do, head, V), dz])
+    from_state = passes.dot(both, f32(refs.entering[head.at]))
+    refs.so_far[n, 0], refs.so_far[n, 1] = from_state[:C] * P, -from_state[C:] * P
+    refs.so_far[n, 2] = passes.dot(f32(refs.vn[head.at]).T, refs.d_state[n]) * U
+    write(refs.dv, head, dz * read(refs.w, head, V))
+    write(refs.dw, head, dz * read(refs.v, head, V))
+
+
+def first_row_of(refs, head):
+    """What every token owes for the state that passes over it, in the first row of a
+    register (1, 8, K).
+    """
+    n, K = head.n, refs.d_state.shape[2]
+    through = jnp.sum(refs.d_state[n] * f32(refs.entering[head.at]), 0, keepdims=True)
+    first = indices((ROWS, K), 0) == 0
+    return registers(jnp.where(first, refs.P[n, C - 1 :] * through, 0.0))
+
+
+def neighbours_to_gather(dAqk, dA):
+    """Packed blocks of which column t - 1 is, for row t: the diagonal, and level 1."""
+    odd = (indices(REGISTER, 0) & np.int32(1)) != 0
+    return roll_lanes(dAqk, -1), jnp.where(odd, dAqk, 0.0), jnp.where(odd, dA, 0.0)
+
+
+def neighbours(refs, head, gathered, tile):
+    """Generator. Level 1 and the diagonal of TILE rows."""
+    n, K = head.n, refs.d_state.shape[2]
+    row, parts = indices(REGISTER, 0), []
+    for start in range(tile * TILE, (tile + 1) * TILE, ROWS):
+        lanes = (row + np.int32(start - 1)) & np.int32(C - 1)
+        parts.append([tiles.lane_gather(x, lanes) for x in gathered])
+        yield
+    own, of_q, of_bk = (jnp.concatenate(x) for x in zip(*parts))
+    if K > C:
+        own, of_q, of_bk = (jnp.concatenate([x] * (K // C), 1) for x in (own, of_q, of_bk))
+    at = slice(tile * TILE, (tile + 1) * TILE)
+    q, k, b = load(refs, head, at)
+    a = jnp.exp(read(refs.g, head, K, at))
+    before = roll_rows(k, 1) * a
+    to_key = of_q * q + of_bk * (b * k)
+    refs.near[n, 0, at] = of_q * before + own * k
+    refs.near[n, 1, at] = of_bk * before
+    refs.near[n, 2, at] = own * q + roll_rows(a * to_key, -1)
+    refs.near[n, 3, at] = to_key * before
+
+
+# ------------------------------------------------------ phase 2
+
+
+def small_levels(refs, head, passes):
+    n, (V, K) = head.n, refs.d_state.shape[1:]
+    leave_through_state(refs, head, passes)
+    yield
+    q, k, b = load(refs, head)
+    bk = b * k
+    sums = tuple(refs.so_far[n, i] for i in range(3))
+    owed = registers(refs.owed[n])
+    packed = [passes.split(tiles.pack_blocks(refs.pairs[n, i])) for i in range(2)]
+    turned = [passes.split(tiles.pack_blocks(refs.turned_pairs[n, i])) for i in range(2)]
+    for level, h in reversed(list(enumerate(IN_REGISTERS))):
+        owed = levels_back.owed_in_registers(q, k, bk, sums, owed, h)
+        sums = levels_back.level_in_registers(
+            q, k, bk, refs.small[n, level], packed, turned, sums, h, passes
+        )
+        yield
+    for i, x in enumerate(sums):
+        refs.so_far[n, i] = x
+    refs.owed[n] = rows(owed)
+    yield
+    for tile in range(C // TILE):
+        results(refs, head, slice(tile * TILE, (tile + 1) * TILE))
+        yield
+
+
+def leave_through_state(refs, head, passes):
+    n, K = head.n, refs.d_state.shape[2]
+    q, k, b = load(refs, head)
+    P = refs.P[n]
+    by_q = passes.dot(refs.turned[n, 0], q * P)
+    by_bk = passes.dot(refs.turned[n, 1], b * k * P)
+    refs.d_state[n] = refs.d_state[n] * P[C - 1 :] + (by_q - by_bk)
+
+
+def results(refs, head, at):
+    """dq, dk, dg, db of some rows, level 1 and the diagonal included."""
+    n, K = head.n, refs.d_state.shape[2]
+    q, k, b = load(refs, head, at)
+    dq, d_bk, dk = (refs.so_far[n, i, at] for i in range(3))
+    near_q, near_bk, near_k, near_g = (refs.near[n, i, at] for i in range(4))
+    owing = q * dq + (b * k) * d_bk
+    late = tiles.in_later_rows(K, 1)
+    owed = registers(refs.owed[n, at])
+    passing = owed + jnp.where(late, registers(owing), registers(k * dk))
+    up, down = pltpu.roll(passing, np.int32(7), 1), pltpu.roll(passing, np.int32(1), 1)
+    write(refs.dg, head, rows(owed + jnp.where(late, down, up)) + (owing + near_g), at)
+    dq, d_bk = dq + near_q, d_bk + near_bk
+    refs.d_scale[head.at] += jnp.sum(registers(read(refs.q, head, K, at) * dq), 0)
+    write(refs.dq, head, refs.scale[0, 0] * dq, at)
+    write(refs.dk, head, dk + near_k + d_bk * b, at)
+    write(refs.db, head, d_bk * k, at)

@@ -1,0 +1,208 @@
+"""The forward kernel: one chunk of several heads, in three phases.
+
+It computes `plain.forward_chunk`, rearranged:
+
+- all heads go through a step before the next step (`side_by_side`);
+- only later halves are queries and only earlier halves keys, and one operand holds both
+  queries: q in the later rows, b*k in the earlier rows, shifted by h;
+- keys stream past queries as weights: only half the rows, and products come out
+  transposed, [key, query], as the backward kernel wants them;
+- each level's inverse has its low parts in the empty half of the contraction;
+- pairs at distance one, the diagonal, and the inverse of 8 x 8 blocks are not worth a
+  product: they stay on the vector unit.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from gdn2_kernels.stages.mxu import tiles, tree
+from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, side_by_side, write
+from gdn2_kernels.stages.mxu.passes import PASSES
+from gdn2_kernels.stages.mxu.plain import indices
+from gdn2_kernels.stages.mxu.tiles import C, REGISTER, earlier, later, roll_lanes, roll_rows, weave
+
+IN_REGISTERS = (2, 4)  # levels h whose halves are less than a register
+WHOLE_REGISTERS = (8, 16, 32, 64)
+
+
+class Refs(NamedTuple):
+    scale: object
+    q: object
+    k: object
+    v: object
+    g: object
+    b: object
+    w: object
+    initial: object
+    o: object
+    final: object
+    X: object  # transposed, as Aqk and vn
+    Aqk: object
+    vn: object
+    entering: object
+    state: object  # scratch of each head from here on: (V, K)
+    P: object  # (C, K)
+    U: object  # (C, K)
+    A: object  # (4, C/2, C): levels of A, packed for the inverse
+    X8: object  # (8, C): inverse of the blocks on the diagonal
+    o_state: object  # (C, V): what o reads from the state
+    z: object  # (V, C): w*v - kb S, transposed
+
+
+def forward_scratch(C, K, V):
+    levels = (len(WHOLE_REGISTERS), C // 2, C)
+    return [(V, K), (C, K), (C, K), levels, (8, C), (C, V), (V, C)]
+
+
+def forward_kernel(*refs, precision):
+    refs, passes = Refs(*refs), PASSES[precision]
+    heads = heads_of(refs.initial)
+    n = pl.program_id(2)
+
+    @pl.when(n == 0)
+    def _():
+        for head in heads:
+            refs.state[head.n] = refs.initial[head.at]
+
+    for number, step in enumerate((scores, inverse, outputs)):
+
+        @phase(number)
+        def _(step=step):
+            side_by_side(step(refs, head, passes) for head in heads)
+
+    @pl.when(n == pl.num_programs(2) - 1)
+    def _():
+        for head in heads:
+            refs.final[head.at] = refs.state[head.n]
+
+
+def load(refs, head):
+    """q (scaled), k, b*k, all (C, K)."""
+    K = refs.state.shape[2]
+    k = read(refs.k, head, K)
+    return refs.scale[0, 0] * read(refs.q, head, K), k, read(refs.b, head, K) * k
+
+
+# ------------------------------------------------------ phase 0
+
+
+def scores(refs, head, passes):
+    """Aqk, the levels of A, P and U, and the inverse of the 8 x 8 blocks."""
+    q, k, bk = load(refs, head)
+    P = jnp.exp(read(refs.g, head, refs.state.shape[2]))
+    Aqk8, A8 = pairs_of_neighbours(q, k, bk, P)
+    P, U = tree.first_doubling(P)
+    yield
+    for h in IN_REGISTERS:
+        of_q, of_bk, here = pairs_in_registers(q, k, bk, P, U, h, passes)
+        Aqk8, A8 = jnp.where(here, of_q, Aqk8), jnp.where(here, of_bk, A8)
+        P, U = tree.doubling_in_registers(P, U, h)
+        yield
+    Aqk = tiles.unpack_blocks(Aqk8)
+    for level, h in enumerate(WHOLE_REGISTERS):
+        pairs = pairs_of_level(q, k, bk, P, U, h, passes)  # (C/2, C)
+        from_later, from_earlier = columns_of_level(h)
+        early = jnp.where(from_later, pairs, earlier(Aqk, h))
+        Aqk = weave(early, later(Aqk, h), h)
+        refs.A[head.n, level] = passes.pack(pairs, from_earlier, from_later, h)
+        P, U = tree.doubling(P, U, h)
+    refs.P[head.n], refs.U[head.n] = P, U
+    refs.Aqk[head.at] = Aqk.astype(refs.Aqk.dtype)
+    yield
+    refs.X8[head.n] = yield from tiles.inverse_of_blocks(A8)
+
+
+def pairs_of_neighbours(q, k, bk, a):
+    """Level 1 and the diagonal. Returns: Aqk, A transposed, of 8 x 8 blocks, packed."""
+    before = roll_rows(k, 1) * a  # the key before, decayed once
+    own, of_q, of_bk = (tiles.pack_row_sums(x) for x in (q * k, q * before, bk * before))
+    row, column = indices(REGISTER, 0), indices(REGISTER, 1) & np.int32(7)
+    here = (column == row + 1) & ((row & np.int32(1)) == 0)
+    to_key = lambda x: roll_rows(x, -1)  # noqa: E731
+    Aqk = jnp.where(here, to_key(of_q), jnp.where(column == row, own, 0.0))
+    return Aqk, jnp.where(here, to_key(of_bk), 0.0)
+
+
+def pairs_in_registers(q, k, bk, P, U, h, passes):
+    """Level h < 8. Returns: [key, query] of q and of b*k, packed, and where they are."""
+    queries = tiles.choose_rows(h, q * P, roll_rows(bk * P, -h))
+    keys = k * U
+    if passes.packs:  # later rows are free: low parts of the keys go there
+        high, low = passes.split(keys)
+        keys = tiles.choose_rows(h, roll_rows(low, h), high)
+    products = [passes.product(keys, x, transpose_b=True) for x in passes.split(queries)]
+    pairs = tiles.pack_blocks(sum(products[1:], products[0]))
+    if passes.packs:
+        pairs = pairs + roll_rows(pairs, -h)
+    row, column = indices(REGISTER, 0), indices(REGISTER, 1) & np.int32(7)
+    apart = row ^ column
+    here = (apart >= h) & (apart < 2 * h) & (row < column)
+    return pairs, roll_lanes(pairs, h), here
+
+
+def pairs_of_level(q, k, bk, P, U, h, passes):
+    """Level h >= 8, (C/2, C): keys of earlier halves by, in every block, the b*k of the
+    later half (in columns of the earlier one) and its q.
+    """
+    decay = later(P, h)
+    of_bk, of_q = (passes.split(later(x, h) * decay) for x in (bk, q))
+    queries = tuple(weave(early, late, h) for early, late in zip(of_bk, of_q))
+    return passes.dot(earlier(k, h) * earlier(U, h), queries, transpose_b=True)
+
+
+def columns_of_level(h):
+    """Masks (C/2, C): columns of the later and of the earlier half of a key's block."""
+    block, half = indices((C // 2, C), 0) // h, indices((C // 2, C), 1) // h
+    return half == 2 * block + 1, half == 2 * block
+
+
+# ------------------------------------------------------ phase 1
+
+
+def inverse(refs, head, passes):
+    """X^T = (I + A)^-1 transposed by doubling blocks; what is read from the state."""
+    X = tiles.unpack_blocks(refs.X8[head.n])
+    yield
+    for level, h in enumerate(WHOLE_REGISTERS):
+        twice = lambda x: tuple(weave(y, y, h) for y in passes.split(x))  # noqa: E731, B023
+        half = passes.packed_dot(refs.A[head.n, level], twice(later(X, h)))
+        yield
+        early = earlier(X, h)
+        across = passes.packed_dot(passes.pack_whole(early, h), twice(half))
+        X = weave(early - across, later(X, h), h)
+        yield
+        if level == 0:
+            read_state(refs, head, passes)
+            yield
+    refs.X[head.at] = X.astype(refs.X.dtype)
+
+
+def read_state(refs, head, passes):
+    V, K = refs.state.shape[1:]
+    q, _, bk = load(refs, head)
+    P, S = refs.P[head.n], refs.state[head.n]
+    refs.entering[head.at] = S.astype(refs.entering.dtype)
+    reads = passes.dot(jnp.concatenate([q * P, bk * P]), S, transpose_b=True)
+    refs.o_state[head.n] = reads[:C]
+    z = read(refs.w, head, V) * read(refs.v, head, V) - reads[C:]
+    refs.z[head.n] = z.T
+
+
+# ------------------------------------------------------ phase 2
+
+
+def outputs(refs, head, passes):
+    V, K = refs.state.shape[1:]
+    vn = passes.dot(refs.z[head.n], refs.X[head.at].astype(jnp.float32))
+    yield
+    refs.vn[head.at] = vn.astype(refs.vn.dtype)
+    vn = passes.split(vn)
+    o = passes.dot(vn, refs.Aqk[head.at].astype(jnp.float32))
+    kg = read(refs.k, head, K) * refs.U[head.n]
+    decayed = refs.state[head.n] * refs.P[head.n, C - 1 :]
+    refs.state[head.n] = decayed + passes.dot(vn, kg)
+    yield
+    write(refs.o, head, refs.o_state[head.n] + o.T)

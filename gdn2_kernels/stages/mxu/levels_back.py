@@ -1,0 +1,114 @@
+"""Gradients through one level of the tree, on registers: `plain.levels_back`, taken
+apart.
+
+`sums` are dq, d(b*k), dk (C, K) as far as they have come; `owed` (blocks, 8, K) is what
+the rows of a block owe to the decay of every row of it, still to be summed over the 8.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from gdn2_kernels.stages.mxu import tiles
+from gdn2_kernels.stages.mxu.plain import indices
+from gdn2_kernels.stages.mxu.tiles import (
+    REGISTER,
+    ROWS,
+    C,
+    earlier,
+    later,
+    registers,
+    roll_lanes,
+    roll_rows,
+    rows,
+    weave,
+)  # fmt: skip
+
+
+def owed_over_halves(q, k, bk, sums, owed, h):
+    """Before level h >= 8 is added: from blocks of 2h to their halves. What later rows
+    read from outside passes over the earlier half, what leaves the earlier over the later.
+    """
+    dq, d_bk, dk = sums
+
+    def folded(x):  # all registers of a half added
+        x = x.reshape(-1, h // ROWS, ROWS, x.shape[-1])
+        return functools.reduce(jnp.add, [x[:, i] for i in range(h // ROWS)])
+
+    reading = folded(later(q, h) * later(dq, h) + later(bk, h) * later(d_bk, h))
+    written = folded(earlier(k, h) * earlier(dk, h))
+    halves = jnp.stack([owed + reading, owed + written], 1)
+    return halves.reshape(-1, ROWS, q.shape[1])
+
+
+def level(q, k, bk, factors, pairs, dAqk_turned, dA_turned, sums, h, passes):
+    """`sums` with level h >= 8 added."""
+    dq, d_bk, dk = sums
+    P, U = later(factors, h), earlier(factors, h)
+    q_P, bk_P, k_U = later(q, h) * P, later(bk, h) * P, earlier(k, h) * U
+
+    # Rows: queries of later halves. Columns: keys of the earlier half of their block, and
+    # beside them, in its later half, the low parts.
+    block, half = indices((C // 2, C), 0) // h, indices((C // 2, C), 1) // h
+    in_early, in_late = half == 2 * block, half == 2 * block + 1
+    packed = [passes.pack_parts([later(x, h) for x in p], in_early, in_late, h) for p in pairs]
+    keys = tuple(weave(x, x, h) for x in passes.split(k_U))
+    read = passes.packed_dot(jnp.concatenate(packed), keys)
+
+    # Rows: keys. Columns: queries, q in the later half, b*k moved to the earlier one.
+    moved = jnp.where(in_early, roll_lanes(earlier(dA_turned, h), -h), 0.0)
+    turned = jnp.where(in_late, earlier(dAqk_turned, h), moved)
+    queries = zip(passes.split(bk_P), passes.split(q_P))
+    queries = tuple(weave(early, late, h) for early, late in queries)
+    written = passes.dot(turned, queries)
+
+    def add_later(x, y):
+        return weave(earlier(x, h), later(x, h) + y, h)
+
+    dq, d_bk = add_later(dq, read[: C // 2] * P), add_later(d_bk, read[C // 2 :] * P)
+    return dq, d_bk, weave(earlier(dk, h) + written * U, later(dk, h), h)
+
+
+def owed_in_registers(q, k, bk, sums, owed, h):
+    """The same for h < 8; `owed` (C/8, 8, K): its sum over a block of 2h rows."""
+    dq, d_bk, dk = sums
+    late = tiles.in_later_rows(q.shape[1], h)
+    passing = owed + jnp.where(late, registers(q * dq + bk * d_bk), registers(k * dk))
+    down = pltpu.roll(passing, np.int32(h), 1)
+    up = pltpu.roll(passing, np.int32(ROWS - h), 1)
+    return owed + (down if h == 4 else jnp.where(late, down, up))
+
+
+def level_in_registers(q, k, bk, factors, packed, turned, sums, h, passes):
+    """`sums` with level h < 8 added. packed, turned: parts of dAqk and dA, of their
+    transposes, in 8 x 8 blocks.
+    """
+    dq, d_bk, dk = sums
+    D = q.shape[1]
+    late = tiles.in_later_rows(D, h)
+    P = rows(jnp.where(late, registers(factors), 0.0))
+    U = rows(jnp.where(late, 0.0, registers(factors)))
+    queries = q * P + roll_rows(bk * P, -h)  # b*k moved to the earlier rows
+    keys = k * U
+
+    row, column = indices(REGISTER, 0), indices(REGISTER, 1) & np.int32(7)
+    same = ((row ^ column) & np.int32(-2 * h)) == 0
+    in_early = same & ((column & np.int32(h)) == 0)
+    in_late = same & ((column & np.int32(h)) != 0)
+    late_row = (row & np.int32(h)) != 0
+
+    # Rows: later ones q's, earlier ones (of the same block) those of b*k.
+    both = [jnp.where(late_row, x, roll_rows(y, -h)) for x, y in zip(*packed)]
+    here = passes.pack_parts(both, in_early, in_late, h)
+    read = passes.blocks_dot(here, keys + roll_rows(keys, h) if passes.packs else keys)
+
+    both = [
+        jnp.where(in_late, x, jnp.where(in_early, roll_lanes(y, -h), 0.0))
+        for x, y in zip(*turned)
+    ]
+    written = passes.blocks_dot(passes.stack_parts(both, late_row, h), queries)
+    if passes.packs:
+        written = written + roll_rows(written, -h)
+    return dq + read * P, d_bk + roll_rows(read, h) * P, dk + written * U

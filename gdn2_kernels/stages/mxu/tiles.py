@@ -1,0 +1,136 @@
+"""Arrangements in vector registers, which hold 8 rows of 128 lanes.
+
+Three forms of the rows of a chunk, at a level h of the tree: all of them; the earlier or
+the later half of every block of 2h (`earlier`, `later`, undone by `weave`), which moves
+nothing when h >= 8; within registers, for h < 8, by rotating the rows of each register.
+
+A (C, C) matrix of which only the 8 x 8 blocks on the diagonal matter is packed into one
+register: block t in lanes 8t .. 8t+7.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from gdn2_kernels.stages.mxu.plain import indices
+
+ROWS = 8  # of a register
+C = 128  # tokens of a chunk of the fast kernels, and lanes of a register
+REGISTER = (ROWS, C)
+
+
+def earlier(x, h):
+    """Earlier halves of all blocks of 2h rows, one after another."""
+    n, D = x.shape
+    return x.reshape(n // (2 * h), 2, h, D)[:, 0].reshape(n // 2, D)
+
+
+def later(x, h):
+    n, D = x.shape
+    return x.reshape(n // (2 * h), 2, h, D)[:, 1].reshape(n // 2, D)
+
+
+def weave(early, late, h):
+    """Inverse of `earlier` and `later`."""
+    n, D = early.shape
+    halves = [x.reshape(n // h, h, D) for x in (early, late)]
+    return jnp.stack(halves, 1).reshape(2 * n, D)
+
+
+def registers(x):
+    """(C, D) as (C/8, 8, D)."""
+    return x.reshape(-1, ROWS, x.shape[-1])
+
+
+def rows(x):
+    """Inverse of `registers`."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def roll_lanes(x, by):
+    """Column c holds column c - by, around the end."""
+    return pltpu.roll(x, np.int32(by % x.shape[1]), 1)
+
+
+def roll_rows(x, by):
+    """Within every register, row r holds row r - by. Takes and gives (C, D)."""
+    return rows(pltpu.roll(registers(x), np.int32(by % ROWS), 1))
+
+
+def in_later_rows(D, h):
+    """(8, D): rows of a register in the later half of their block of 2h, h < 8."""
+    return (indices((ROWS, D), 0) & np.int32(h)) != 0
+
+
+def choose_rows(h, late, early):
+    """Later rows of one, earlier rows of the other, h < 8; (C, D)."""
+    where = in_later_rows(late.shape[-1], h)
+    return rows(jnp.where(where, registers(late), registers(early)))
+
+
+# ------------------------------------------------------ 8 x 8 blocks in one register
+
+
+def _merge(tiles):
+    """(8, 128) whose lanes 8t .. 8t+7 come from the t-th of 16 registers."""
+    lane = indices(REGISTER, 1)
+    bit = ROWS
+    while len(tiles) > 1:
+        odd = (lane & np.int32(bit)) != 0
+        tiles = [jnp.where(odd, b, a) for a, b in zip(tiles[::2], tiles[1::2])]
+        bit *= 2
+    return tiles[0]
+
+
+def pack_blocks(x):
+    """(C, C) -> (8, C): its blocks on the diagonal."""
+    return _merge([x[i : i + ROWS] for i in range(0, C, ROWS)])
+
+
+def unpack_blocks(packed):
+    """(8, C) -> (C, C), zeros outside the blocks."""
+    block = indices(REGISTER, 1) >> np.int32(3)
+    return jnp.concatenate([jnp.where(block == t, packed, 0.0) for t in range(C // ROWS)])
+
+
+def pack_row_sums(x):
+    """(C, D) -> (8, C): sum over row r of register t in lanes 8t .. 8t+7 of row r."""
+    sums = jnp.sum(x, 1, keepdims=True)
+    tiles = [sums[i : i + ROWS] for i in range(0, C, ROWS)]
+    return _merge([jnp.broadcast_to(s, REGISTER) for s in tiles])
+
+
+def blocks_dot(packed, parts, product):
+    """Block diagonal matrix (packed, its low parts in the other half of the lanes of a
+    64-row half) times the parts of a (C, D) matrix: high and low stand in one
+    contraction, 64 tokens to a pass.
+    """
+    lane = indices(REGISTER, 1)
+    turned = roll_lanes(packed, 64)
+    block = (lane & np.int32(63)) >> np.int32(3)
+    first, second = jnp.where(lane < 64, packed, turned), jnp.where(lane < 64, turned, packed)
+    results = []
+    for half, start in ((first, 0), (second, 64)):
+        left = jnp.concatenate([jnp.where(block == t, half, 0.0) for t in range(8)])
+        right = jnp.concatenate([part[start : start + 64] for part in parts])
+        results.append(product(left, right))
+    return jnp.concatenate(results)
+
+
+def lane_gather(x, lanes):
+    """Column c holds column lanes[c] of its row."""
+    return jnp.take_along_axis(x, lanes, axis=1, mode="promise_in_bounds")
+
+
+def inverse_of_blocks(packed):
+    """Generator. (I + A)^-1 transposed of 8 x 8 blocks, A^T strictly above their
+    diagonals, packed: by substitution, on the vector unit. Yields after each gather, so
+    that heads side by side share its pattern, which costs more than the gather.
+    """
+    row, lane = indices(REGISTER, 0), indices(REGISTER, 1)
+    X = jnp.where(row == (lane & np.int32(7)), jnp.ones(REGISTER, jnp.float32), 0.0)
+    for j in range(ROWS - 1, 0, -1):
+        column = lane_gather(packed, (lane & np.int32(~7)) | np.int32(j))
+        X = X - column * X[j : j + 1]
+        yield
+    return X
