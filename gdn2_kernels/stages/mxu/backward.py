@@ -11,6 +11,7 @@ It computes `plain.backward_chunk` with the arrangements of the forward kernel, 
   and the next, while products are under way.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from gdn2_kernels.stages.mxu import levels_back, tiles, tree
 from gdn2_kernels.stages.mxu.forward import IN_REGISTERS, WHOLE_REGISTERS
-from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, side_by_side, write
+from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, run, side_by_side, spread, write
 from gdn2_kernels.stages.mxu.passes import PASSES
 from gdn2_kernels.stages.mxu.plain import indices
 from gdn2_kernels.stages.mxu.tiles import C, REGISTER, ROWS, registers, roll_lanes, roll_rows, rows
@@ -57,6 +58,7 @@ class Refs(NamedTuple):
     large: object  # (4, C, K): of levels 8 .. 64
     dz: object  # (C, V); dvn before it
     turned: object  # (2, V, C): do, dz transposed
+    vn_back: object  # (C, V)
     pairs: object  # (2, C, C): dAqk, dA
     turned_pairs: object  # (2, C, C)
     so_far: object  # (3, C, K): dq, d(b*k), dk
@@ -66,7 +68,7 @@ class Refs(NamedTuple):
 
 def backward_scratch(C, K, V):
     factors = [(C, K), (C, K), (2, C, K), (4, C, K)]
-    products = [(C, V), (2, V, C), (2, C, C), (2, C, C)]
+    products = [(C, V), (2, V, C), (C, V), (2, C, C), (2, C, C)]
     return [(V, K), *factors, *products, (3, C, K), (C, K), (4, C, K)]
 
 
@@ -83,15 +85,22 @@ def backward_kernel(*refs, precision):
 
     @phase(0)
     def _():
-        side_by_side(solve(refs, head, passes) for head in heads)
+        run(side_by_side(solve(refs, head, passes) for head in heads))
 
     @phase(1)
     def _():
-        side_by_side(large_levels(refs, head, passes) for head in heads)
+        run(side_by_side(start_from_state(refs, head, passes) for head in heads))
+        gathered = [neighbours_to_gather(refs, head) for head in heads]
+        near = [
+            functools.partial(neighbours, refs, heads, gathered, slice(start, start + TILE))
+            for start in range(0, C, TILE)
+        ]
+        levels = side_by_side(large_levels(refs, head, passes) for head in heads)
+        spread(levels, len(WHOLE_REGISTERS) * len(heads), near)
 
     @phase(2)
     def _():
-        side_by_side(small_levels(refs, head, passes) for head in heads)
+        run(side_by_side(small_levels(refs, head, passes) for head in heads))
 
     @pl.when(n == pl.num_programs(2) - 1)
     def _():
@@ -119,18 +128,19 @@ def solve(refs, head, passes):
     build_tree(refs, head)
     do, dS = read(refs.do, head, V), refs.d_state[n]
     refs.turned[n, 0] = do.T
+    refs.vn_back[n] = f32(refs.vn[head.at]).T
     kg = read(refs.k, head, K) * refs.U[n]
     dvn = passes.dot(f32(refs.Aqk[head.at]), do)
     refs.dz[n] = dvn + passes.dot(kg, dS, transpose_b=True)
     yield
     dz = passes.dot(f32(refs.X[head.at]), refs.dz[n])
-    refs.dz[n] = dz
-    refs.turned[n, 1] = dz.T
+    write(refs.dv, head, dz * read(refs.w, head, V))
+    write(refs.dw, head, dz * read(refs.v, head, V))
+    refs.dz[n] = -dz  # from here on
+    refs.turned[n, 1] = -dz.T
     yield
     from_vn = passes.dot(jnp.concatenate([do, refs.dz[n]]), f32(refs.vn[head.at]))
-    row, column = indices((C, C), 0), indices((C, C), 1)
-    refs.pairs[n, 0] = jnp.where(row >= column, from_vn[:C], 0.0)
-    refs.pairs[n, 1] = jnp.where(row > column, -from_vn[C:], 0.0)
+    refs.pairs[n, 0], refs.pairs[n, 1] = from_vn[:C], from_vn[C:]
 
 
 def build_tree(refs, head):
@@ -148,44 +158,38 @@ def build_tree(refs, head):
 # ------------------------------------------------------ phase 1
 
 
-def large_levels(refs, head, passes):
+def start_from_state(refs, head, passes):
+    """Generator. What dq, d(b*k), dk get through the state; dv and dw."""
     n, (V, K) = head.n, refs.d_state.shape[1:]
-    start_from_state(refs, head, passes)
+    P, U, dz = refs.P[n], refs.U[n], refs.dz[n]
+    both = jnp.concatenate([read(refs.do, head, V), dz])
+    from_state = passes.dot(both, f32(refs.entering[head.at]))
+    refs.so_far[n, 0], refs.so_far[n, 1] = from_state[:C] * P, from_state[C:] * P
     for i in range(2):
         refs.turned_pairs[n, i] = refs.pairs[n, i].T
+    refs.so_far[n, 2] = passes.dot(refs.vn_back[n], refs.d_state[n]) * U
     yield
-    gathered = neighbours_to_gather(tiles.pack_blocks(refs.pairs[n, 0]),
-                                    tiles.pack_blocks(refs.pairs[n, 1]))  # fmt: skip
-    yield
+
+
+def large_levels(refs, head, passes):
+    """Generator. A step for each level."""
+    n = head.n
     q, k, b = load(refs, head)
     bk = b * k
     pairs = tuple(passes.split(refs.pairs[n, i]) for i in range(2))
     sums = tuple(refs.so_far[n, i] for i in range(3))
     owed = first_row_of(refs, head)
-    for turn, (level, h) in enumerate(reversed(list(enumerate(WHOLE_REGISTERS)))):
+    for level, h in reversed(list(enumerate(WHOLE_REGISTERS))):
         owed = levels_back.owed_over_halves(q, k, bk, sums, owed, h)
         sums = levels_back.level(
             q, k, bk, refs.large[n, level], pairs, refs.turned_pairs[n, 0],
             refs.turned_pairs[n, 1], sums, h, passes,
         )  # fmt: skip
+        if level == 0:
+            refs.owed[n] = rows(owed)
+            for i, x in enumerate(sums):
+                refs.so_far[n, i] = x
         yield
-        for tile in range(turn * C // TILE // 4, (turn + 1) * C // TILE // 4):
-            yield from neighbours(refs, head, gathered, tile)
-    for i, x in enumerate(sums):
-        refs.so_far[n, i] = x
-    refs.owed[n] = rows(owed)
-
-
-def start_from_state(refs, head, passes):
-    """What dq, d(b*k), dk get through the state; dv and dw."""
-    n, (V, K) = head.n, refs.d_state.shape[1:]
-    P, U, dz = refs.P[n], refs.U[n], refs.dz[n]
-    both = jnp.concatenate([read(refs.do, head, V), dz])
-    from_state = passes.dot(both, f32(refs.entering[head.at]))
-    refs.so_far[n, 0], refs.so_far[n, 1] = from_state[:C] * P, -from_state[C:] * P
-    refs.so_far[n, 2] = passes.dot(f32(refs.vn[head.at]).T, refs.d_state[n]) * U
-    write(refs.dv, head, dz * read(refs.w, head, V))
-    write(refs.dw, head, dz * read(refs.v, head, V))
 
 
 def first_row_of(refs, head):
@@ -198,32 +202,31 @@ def first_row_of(refs, head):
     return registers(jnp.where(first, refs.P[n, C - 1 :] * through, 0.0))
 
 
-def neighbours_to_gather(dAqk, dA):
+def neighbours_to_gather(refs, head):
     """Packed blocks of which column t - 1 is, for row t: the diagonal, and level 1."""
+    dAqk, dA = (tiles.pack_blocks(refs.pairs[head.n, i]) for i in range(2))
     odd = (indices(REGISTER, 0) & np.int32(1)) != 0
     return roll_lanes(dAqk, -1), jnp.where(odd, dAqk, 0.0), jnp.where(odd, dA, 0.0)
 
 
-def neighbours(refs, head, gathered, tile):
-    """Generator. Level 1 and the diagonal of TILE rows."""
-    n, K = head.n, refs.d_state.shape[2]
-    row, parts = indices(REGISTER, 0), []
-    for start in range(tile * TILE, (tile + 1) * TILE, ROWS):
+def neighbours(refs, heads, gathered, at):
+    """Level 1 and the diagonal of some rows, all heads."""
+    row, K = indices(REGISTER, 0), refs.d_state.shape[2]
+    parts = [[] for _ in heads]
+    for start in range(at.start, at.stop, ROWS):
         lanes = (row + np.int32(start - 1)) & np.int32(C - 1)
-        parts.append([tiles.lane_gather(x, lanes) for x in gathered])
-        yield
-    own, of_q, of_bk = (jnp.concatenate(x) for x in zip(*parts))
-    if K > C:
-        own, of_q, of_bk = (jnp.concatenate([x] * (K // C), 1) for x in (own, of_q, of_bk))
-    at = slice(tile * TILE, (tile + 1) * TILE)
-    q, k, b = load(refs, head, at)
-    a = jnp.exp(read(refs.g, head, K, at))
-    before = roll_rows(k, 1) * a
-    to_key = of_q * q + of_bk * (b * k)
-    refs.near[n, 0, at] = of_q * before + own * k
-    refs.near[n, 1, at] = of_bk * before
-    refs.near[n, 2, at] = own * q + roll_rows(a * to_key, -1)
-    refs.near[n, 3, at] = to_key * before
+        for part, packed in zip(parts, gathered):  # heads inside: they share the pattern
+            part.append([tiles.lane_gather(x, lanes) for x in packed])
+    for head, part in zip(heads, parts):
+        own, of_q, of_bk = (jnp.concatenate([jnp.concatenate(x)] * (K // C), 1) for x in zip(*part))
+        q, k, b = load(refs, head, at)
+        a = jnp.exp(read(refs.g, head, K, at))
+        before = roll_rows(k, 1) * a
+        to_key = of_q * q + of_bk * (b * k)
+        refs.near[head.n, 0, at] = of_q * before + own * k
+        refs.near[head.n, 1, at] = of_bk * before
+        refs.near[head.n, 2, at] = own * q + roll_rows(a * to_key, -1)
+        refs.near[head.n, 3, at] = to_key * before
 
 
 # ------------------------------------------------------ phase 2
@@ -244,14 +247,16 @@ def small_levels(refs, head, passes):
         sums = levels_back.level_in_registers(
             q, k, bk, refs.small[n, level], packed, turned, sums, h, passes
         )
+        if level == 0:
+            refs.owed[n] = rows(owed)
+            for i, x in enumerate(sums):
+                refs.so_far[n, i] = x
         yield
-    for i, x in enumerate(sums):
-        refs.so_far[n, i] = x
-    refs.owed[n] = rows(owed)
-    yield
-    for tile in range(C // TILE):
-        results(refs, head, slice(tile * TILE, (tile + 1) * TILE))
+    passed = refs.d_scale[head.at]
+    for start in range(0, C, TILE):
+        passed += results(refs, head, slice(start, start + TILE))
         yield
+    refs.d_scale[head.at] = passed
 
 
 def leave_through_state(refs, head, passes):
@@ -260,11 +265,13 @@ def leave_through_state(refs, head, passes):
     P = refs.P[n]
     by_q = passes.dot(refs.turned[n, 0], q * P)
     by_bk = passes.dot(refs.turned[n, 1], b * k * P)
-    refs.d_state[n] = refs.d_state[n] * P[C - 1 :] + (by_q - by_bk)
+    refs.d_state[n] = refs.d_state[n] * P[C - 1 :] + (by_q + by_bk)
 
 
 def results(refs, head, at):
-    """dq, dk, dg, db of some rows, level 1 and the diagonal included."""
+    """dq, dk, dg, db of some rows, level 1 and the diagonal included. Returns: what they
+    add to the gradient of scale, (8, K).
+    """
     n, K = head.n, refs.d_state.shape[2]
     q, k, b = load(refs, head, at)
     dq, d_bk, dk = (refs.so_far[n, i, at] for i in range(3))
@@ -276,7 +283,7 @@ def results(refs, head, at):
     up, down = pltpu.roll(passing, np.int32(7), 1), pltpu.roll(passing, np.int32(1), 1)
     write(refs.dg, head, rows(owed + jnp.where(late, down, up)) + (owing + near_g), at)
     dq, d_bk = dq + near_q, d_bk + near_bk
-    refs.d_scale[head.at] += jnp.sum(registers(read(refs.q, head, K, at) * dq), 0)
     write(refs.dq, head, refs.scale[0, 0] * dq, at)
     write(refs.dk, head, dk + near_k + d_bk * b, at)
     write(refs.db, head, d_bk * k, at)
+    return jnp.sum(registers(read(refs.q, head, K, at) * dq), 0)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from gdn2_kernels.stages.mxu import tiles, tree
-from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, side_by_side, write
+from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, run, side_by_side, write
 from gdn2_kernels.stages.mxu.passes import PASSES
 from gdn2_kernels.stages.mxu.plain import indices
 from gdn2_kernels.stages.mxu.tiles import C, REGISTER, earlier, later, roll_lanes, roll_rows, weave
@@ -71,7 +71,7 @@ def forward_kernel(*refs, precision):
 
         @phase(number)
         def _(step=step):
-            side_by_side(step(refs, head, passes) for head in heads)
+            run(side_by_side(step(refs, head, passes) for head in heads))
 
     @pl.when(n == pl.num_programs(2) - 1)
     def _():

@@ -32,15 +32,35 @@ def write(tokens, head, x, rows=slice(None)):
     tokens[i, rows, j * D : (j + 1) * D] = x.astype(tokens.dtype)
 
 
-def side_by_side(generators):
-    """Run generators in step: each to its next yield, then each to the one after.
+def side_by_side(heads):
+    """Advance generators in step: each to its next yield, then each to the one after.
 
     The compiler overlaps what stands near in the program. A product takes 131 cycles to
     come back; between two yields the other heads have work that does not wait for it.
     """
-    generators = list(generators)
-    while generators:
-        generators = [x for x in generators if next(x, StopIteration) is not StopIteration]
+    heads = list(heads)
+    while heads:
+        going_on = []
+        for head in heads:
+            if next(head, StopIteration) is not StopIteration:
+                going_on.append(head)
+            yield
+        heads = going_on
+
+
+def run(steps):
+    for _ in steps:
+        pass
+
+
+def spread(steps, count, others):
+    """Run `count` steps with functions `others` called evenly between them."""
+    done = 0
+    for i in range(count):
+        next(steps)
+        while (done + 0.5) * count < (i + 1) * len(others):
+            others[done]()
+            done += 1
 
 
 def phase(number):

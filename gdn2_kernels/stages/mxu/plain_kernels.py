@@ -7,11 +7,8 @@ from gdn2_kernels.stages.mxu.heads import heads_of, read, write
 from gdn2_kernels.stages.mxu.plain import backward_chunk, forward_chunk
 
 
-def forward_scratch(C, K, V):
-    return [(V, K)]
-
-
-def backward_scratch(C, K, V):
+def scratch(C, K, V):
+    """Shapes of one head: the state, or its gradient."""
     return [(V, K)]
 
 

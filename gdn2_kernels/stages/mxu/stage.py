@@ -10,7 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from gdn2_kernels.environment import on_tpu
-from gdn2_kernels.stages.mxu import fast, plain_kernels
+from gdn2_kernels.stages.mxu import backward as fast_backward
+from gdn2_kernels.stages.mxu import forward as fast_forward
+from gdn2_kernels.stages.mxu import plain_kernels
 from gdn2_kernels.stages.views import (
     check,
     mesh_axes,
@@ -94,15 +96,17 @@ def heads_at_once(B, H, most):
     return min(pairs, key=cost)
 
 
-def launch(kernel, name, options, inputs, outputs, scratch, backwards=False):
+def launch(name, options, inputs, outputs):
     """One pallas_call over (batch, groups of heads, chunks in order).
 
-    inputs: (kind, array), ..; outputs: (kind, dtype), ..; scratch: shapes of one head.
+    name: "forward" or "backward". inputs: (kind, array), ..; outputs: (kind, dtype), ..
     """
     B, H, N, C, K, V, *_ = options
+    kernel = (FAST if C == CHUNK_SIZE else PLAIN)[name]
+    scratch = kernel.scratch(C, K, V)
     at_once = heads_at_once(B, H, most_heads(name, options, inputs, outputs, scratch))
     describe = functools.partial(
-        block_and_shape, options=options, at_once=at_once, backwards=backwards
+        block_and_shape, options=options, at_once=at_once, backwards=name == "backward"
     )
 
     def spec(kind):
@@ -113,7 +117,7 @@ def launch(kernel, name, options, inputs, outputs, scratch, backwards=False):
     axes = mesh_axes(inputs[0][1])
     heads = at_once[0] * at_once[1]
     return pl.pallas_call(
-        functools.partial(kernel, precision=options.precision),
+        functools.partial(kernel.body, precision=options.precision),
         grid=(-(-B // at_once[0]), -(-H // at_once[1]), N),
         in_specs=[spec(kind) for kind, _ in inputs],
         out_specs=[spec(kind) for kind, _ in outputs],
@@ -166,8 +170,19 @@ RESIDUALS = ("square", "square", "turned values", "state of a chunk")
 KINDS = ("keys", "keys", "values", "keys", "keys", "values")  # of q, k, v, g, b, w
 
 
-def kernels(options):
-    return fast if options.C == CHUNK_SIZE else plain_kernels
+class Kernel(NamedTuple):
+    body: object  # of (scale, inputs, outputs, scratch refs), precision
+    scratch: object  # of (C, K, V): float32 scratch shapes of one head
+
+
+FAST = {
+    "forward": Kernel(fast_forward.forward_kernel, fast_forward.forward_scratch),
+    "backward": Kernel(fast_backward.backward_kernel, fast_backward.backward_scratch),
+}
+PLAIN = {
+    "forward": Kernel(plain_kernels.forward_kernel, plain_kernels.scratch),
+    "backward": Kernel(plain_kernels.backward_kernel, plain_kernels.scratch),
+}
 
 
 def forward(q, k, v, g, b, w, scale, initial_state, options):
@@ -176,11 +191,7 @@ def forward(q, k, v, g, b, w, scale, initial_state, options):
     inputs.append(("state of a head", initial_state))
     outputs = [("values", v.dtype), ("state of a head", jnp.float32)]
     outputs += [(kind, options.kept) for kind in RESIDUALS]
-    module = kernels(options)
-    scratch = module.forward_scratch(options.C, options.K, options.V)
-    o, final, *residuals = launch(
-        module.forward_kernel, "forward", options, inputs, outputs, scratch
-    )
+    o, final, *residuals = launch("forward", options, inputs, outputs)
     return (o, final), Residuals(*residuals)
 
 
@@ -191,12 +202,7 @@ def backward(inputs, residuals, do, d_final_state, options):
     arrays += [("values", do), ("state of a head", d_final_state)]
     outputs = [(kind, x.dtype) for kind, x in zip(KINDS, six)]
     outputs += [("state of a head", jnp.float32), ("row of a head", jnp.float32)]
-    module = kernels(options)
-    scratch = module.backward_scratch(options.C, options.K, options.V)
-    *gradients, d_initial, d_scale = launch(
-        module.backward_kernel, "backward", options, arrays, outputs, scratch,
-        backwards=True,
-    )  # fmt: skip
+    *gradients, d_initial, d_scale = launch("backward", options, arrays, outputs)
     return *gradients, jnp.sum(d_scale).reshape(1, 1), d_initial
 
 
