@@ -6,7 +6,7 @@ COMMAND is the counting program that `record_cycles.py` speaks of. It is run onc
 
     COMMAND .. tools/record_mxu.py:gradients(form='plain') --json REPORT
 
-and the table made of all reports is book/data/v5e_mxu.json. About fifty programs are compiled, which takes an hour on two busy cores. Reports
+and the table made of all reports is book/data/v5e_mxu.json. About fifty programs are compiled, which took 40 minutes on two busy cores. Reports
 are kept in _build/record_mxu for one state of the package, so that a run that broke off goes on where it stopped.
 """
 
