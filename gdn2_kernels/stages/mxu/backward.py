@@ -24,7 +24,7 @@ from gdn2_kernels.stages.mxu.forward import IN_REGISTERS, WHOLE_REGISTERS
 from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, run, side_by_side, spread, write
 from gdn2_kernels.stages.mxu.passes import PASSES
 from gdn2_kernels.stages.mxu.plain import indices
-from gdn2_kernels.stages.mxu.tiles import C, REGISTER, ROWS, registers, roll_lanes, roll_rows, rows
+from gdn2_kernels.stages.mxu.tiles import REGISTER, ROWS, C, registers, roll_lanes, roll_rows, rows
 
 TILE = 16  # rows: a register of bfloat16 numbers
 
@@ -160,7 +160,7 @@ def build_tree(refs, head):
 
 def start_from_state(refs, head, passes):
     """Generator. What dq, d(b*k), dk get through the state; dv and dw."""
-    n, (V, K) = head.n, refs.d_state.shape[1:]
+    n, V = head.n, refs.d_state.shape[1]
     P, U, dz = refs.P[n], refs.U[n], refs.dz[n]
     both = jnp.concatenate([read(refs.do, head, V), dz])
     from_state = passes.dot(both, f32(refs.entering[head.at]))
@@ -233,7 +233,7 @@ def neighbours(refs, heads, gathered, at):
 
 
 def small_levels(refs, head, passes):
-    n, (V, K) = head.n, refs.d_state.shape[1:]
+    n = head.n
     leave_through_state(refs, head, passes)
     yield
     q, k, b = load(refs, head)
@@ -260,7 +260,7 @@ def small_levels(refs, head, passes):
 
 
 def leave_through_state(refs, head, passes):
-    n, K = head.n, refs.d_state.shape[2]
+    n = head.n
     q, k, b = load(refs, head)
     P = refs.P[n]
     by_q = passes.dot(refs.turned[n, 0], q * P)

@@ -22,7 +22,7 @@ from gdn2_kernels.stages.mxu import tiles, tree
 from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, run, side_by_side, write
 from gdn2_kernels.stages.mxu.passes import PASSES
 from gdn2_kernels.stages.mxu.plain import indices
-from gdn2_kernels.stages.mxu.tiles import C, REGISTER, earlier, later, roll_lanes, roll_rows, weave
+from gdn2_kernels.stages.mxu.tiles import REGISTER, C, earlier, later, roll_lanes, roll_rows, weave
 
 IN_REGISTERS = (2, 4)  # levels h whose halves are less than a register
 WHOLE_REGISTERS = (8, 16, 32, 64)
