@@ -4,11 +4,14 @@ main     the pinned versions: builds the book, then every test, the site in a br
 colab    the oldest versions promised, those of a stock Colab or Kaggle TPU: package tests and notebooks
 newest   the newest JAX that a Python found here can install: package tests
 
-Extra arguments for pytest can be given in PYTEST_ARGS. Needs only the standard library.
+Each level has a limit of time, so that a hung program fails the run instead of stopping it. On a machine slower than
+two cores TEST_PATIENCE=3 makes the limits three times as long. Extra arguments for pytest can be given in PYTEST_ARGS.
+Needs only the standard library.
 """
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -18,14 +21,35 @@ ROOT = Path(__file__).resolve().parent.parent
 NEEDS_SITE = ["--ignore=tests/test_site.py", "--ignore=tests/test_links.py"]
 NEEDS_NOTEBOOK_KERNEL = ["--ignore=tests/test_notebooks.py"]
 
+MINUTES = {"main": 40, "colab": 20, "newest": 20}
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
+deadline = float("inf")  # of the level that runs
+
+
+class OutOfTime(Exception):
+    """The level used all of its time; what it ran is ended."""
+
 
 def run(*command) -> bool:
-    return subprocess.run([str(part) for part in command], cwd=ROOT).returncode == 0
+    # A session of its own: workers and their compilers are ended with it.
+    process = subprocess.Popen([str(part) for part in command], cwd=ROOT, start_new_session=True)
+    try:
+        return process.wait(max(deadline - time.monotonic(), 0)) == 0
+    except subprocess.TimeoutExpired:
+        raise OutOfTime from None
+    finally:
+        # Also after Ctrl-C, which the session does not hear of, and when a crash left something running.
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
 
 
 def pytest(venv: str, *arguments: str) -> bool:
-    # Most of the time is spent compiling, one core to a program: a process for each core.
-    parallel = ["-n", "auto", "--dist", "loadgroup"]
+    # Most of the time is spent compiling, one core to a program: a process for each core. A process that crashes fails
+    # the run: with another in its place pytest-xdist can wait for ever.
+    parallel = ["-n", "auto", "--dist", "loadscope", "--max-worker-restart=0"]
     extra = shlex.split(os.environ.get("PYTEST_ARGS", ""))
     return run(f"{venv}/bin/python", "-m", "pytest", "tests", *parallel, *arguments, *extra)
 
@@ -61,11 +85,17 @@ STACKS = {"main": main_stack, "colab": colab_stack, "newest": newest_stack}
 
 
 def main() -> int:
+    global deadline
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whoever ends this run ends what it started
     words, failed = [], False
     for name in sys.argv[1:]:
         print(f"\n=== {name} ===", flush=True)
         start = time.monotonic()
-        ok, what = STACKS[name]()
+        deadline = start + 60 * PATIENCE * MINUTES[name]
+        try:
+            ok, what = STACKS[name]()
+        except OutOfTime:
+            ok, what = False, f"ended at its limit of {PATIENCE * MINUTES[name]:g} minutes"
         result = {True: "passed", False: "FAILED", None: "skipped"}[ok]
         failed = failed or ok is False
         words.append(f"{name} ({what}) {result} in {time.monotonic() - start:.0f} s")
