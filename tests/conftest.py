@@ -21,7 +21,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 # Every compiled program keeps some sixty memory mappings. Linux allows a process 65530 of them, and XLA crashes on the
 # next one. The count starts at a few hundred and one test adds a thousand at most.
 MAPPINGS = pathlib.Path("/proc/self/maps")
-ENOUGH_MAPPINGS = 20_000
+MANY_MAPPINGS, TOO_MANY_MAPPINGS = 10_000, 40_000
 
 
 def mappings() -> int:
@@ -29,11 +29,13 @@ def mappings() -> int:
         return sum(1 for _ in lines)
 
 
-@pytest.fixture(autouse=True)
-def few_mappings():
-    """Let go of all compiled programs before there are too many of them."""
-    yield
-    if MAPPINGS.exists() and mappings() > ENOUGH_MAPPINGS:
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Let go of all compiled programs before there are too many: between two groups, which share none, if possible."""
+    if nextitem is None or not MAPPINGS.exists():
+        return
+    same_group = group(item.nodeid) == group(nextitem.nodeid)
+    if mappings() > (TOO_MANY_MAPPINGS if same_group else MANY_MAPPINGS):
         jax.clear_caches()
         gc.collect()
 
