@@ -58,18 +58,17 @@ class Refs(NamedTuple):
     large: object  # (4, C, K): of levels 8 .. 64
     dz: object  # (C, V); dvn before it
     turned: object  # (2, V, C): do, dz transposed
-    vn_back: object  # (C, V)
     pairs: object  # (2, C, C): dAqk, dA
     turned_pairs: object  # (2, C, C)
     so_far: object  # (3, C, K): dq, d(b*k), dk
-    owed: object  # (C, K)
+    shared: object  # (C, max(K, V)): vn turned back, and when it is used up what is owed
     near: object  # (4, C, K): dq, d(b*k), dk, dg of level 1 and the diagonal
 
 
 def backward_scratch(C, K, V):
     factors = [(C, K), (C, K), (2, C, K), (4, C, K)]
-    products = [(C, V), (2, V, C), (C, V), (2, C, C), (2, C, C)]
-    return [(V, K), *factors, *products, (3, C, K), (C, K), (4, C, K)]
+    products = [(C, V), (2, V, C), (2, C, C), (2, C, C)]
+    return [(V, K), *factors, *products, (3, C, K), (C, max(K, V)), (4, C, K)]
 
 
 def backward_kernel(*refs, precision):
@@ -128,7 +127,7 @@ def solve(refs, head, passes):
     build_tree(refs, head)
     do, dS = read(refs.do, head, V), refs.d_state[n]
     refs.turned[n, 0] = do.T
-    refs.vn_back[n] = f32(refs.vn[head.at]).T
+    refs.shared[n, :, :V] = f32(refs.vn[head.at]).T
     kg = read(refs.k, head, K) * refs.U[n]
     dvn = passes.dot(f32(refs.Aqk[head.at]), do)
     refs.dz[n] = dvn + passes.dot(kg, dS, transpose_b=True)
@@ -167,13 +166,13 @@ def start_from_state(refs, head, passes):
     refs.so_far[n, 0], refs.so_far[n, 1] = from_state[:C] * P, from_state[C:] * P
     for i in range(2):
         refs.turned_pairs[n, i] = refs.pairs[n, i].T
-    refs.so_far[n, 2] = passes.dot(refs.vn_back[n], refs.d_state[n]) * U
+    refs.so_far[n, 2] = passes.dot(refs.shared[n, :, :V], refs.d_state[n]) * U
     yield
 
 
 def large_levels(refs, head, passes):
     """Generator. A step for each level."""
-    n = head.n
+    n, K = head.n, refs.d_state.shape[2]
     q, k, b = load(refs, head)
     bk = b * k
     pairs = tuple(passes.split(refs.pairs[n, i]) for i in range(2))
@@ -186,7 +185,7 @@ def large_levels(refs, head, passes):
             refs.turned_pairs[n, 1], sums, h, passes,
         )  # fmt: skip
         if level == 0:
-            refs.owed[n] = rows(owed)
+            refs.shared[n, :, :K] = rows(owed)
             for i, x in enumerate(sums):
                 refs.so_far[n, i] = x
         yield
@@ -233,13 +232,14 @@ def neighbours(refs, heads, gathered, at):
 
 
 def small_levels(refs, head, passes):
-    n = head.n
-    leave_through_state(refs, head, passes)
-    yield
+    n, K = head.n, refs.d_state.shape[2]
+    if passes.packs:
+        leave_through_state(refs, head, passes)
+        yield
     q, k, b = load(refs, head)
     bk = b * k
     sums = tuple(refs.so_far[n, i] for i in range(3))
-    owed = registers(refs.owed[n])
+    owed = registers(refs.shared[n, :, :K])
     packed = [passes.split(tiles.pack_blocks(refs.pairs[n, i])) for i in range(2)]
     turned = [passes.split(tiles.pack_blocks(refs.turned_pairs[n, i])) for i in range(2)]
     for level, h in reversed(list(enumerate(IN_REGISTERS))):
@@ -248,9 +248,11 @@ def small_levels(refs, head, passes):
             q, k, bk, refs.small[n, level], packed, turned, sums, h, passes
         )
         if level == 0:
-            refs.owed[n] = rows(owed)
+            refs.shared[n, :, :K] = rows(owed)
             for i, x in enumerate(sums):
                 refs.so_far[n, i] = x
+        elif not passes.packs:  # the vector unit is busier here, and products fit between
+            leave_through_state(refs, head, passes)
         yield
     passed = refs.d_scale[head.at]
     for start in range(0, C, TILE):
@@ -278,7 +280,7 @@ def results(refs, head, at):
     near_q, near_bk, near_k, near_g = (refs.near[n, i, at] for i in range(4))
     owing = q * dq + (b * k) * d_bk
     late = tiles.in_later_rows(K, 1)
-    owed = registers(refs.owed[n, at])
+    owed = registers(refs.shared[n, at, :K])
     passing = owed + jnp.where(late, registers(owing), registers(k * dk))
     up, down = pltpu.roll(passing, np.int32(7), 1), pltpu.roll(passing, np.int32(1), 1)
     write(refs.dg, head, rows(owed + jnp.where(late, down, up)) + (owing + near_g), at)

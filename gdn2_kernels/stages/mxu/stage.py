@@ -25,9 +25,12 @@ from gdn2_kernels.stages.views import (
 
 CHUNK_SIZE = 128  # of the fast kernels: a chunk fills a matrix unit
 SMALLEST_CHUNK = 16
-VMEM_BUDGET = 40 * 2**20  # for blocks and scratch; what a kernel may use in all:
-VMEM_LIMIT = 100 * 2**20
-MOST_HEADS = {"forward": 12, "backward": 8}  # side by side in a grid step
+VMEM_BUDGET = 37 * 2**20  # for blocks and scratch; the compiler's own comes on top
+VMEM_LIMIT = 100 * 2**20  # what a kernel may use in all
+# Heads side by side in a grid step. More would hide no more latency, and the first step's
+# blocks have no earlier step to arrive behind. Interpreted, each is compiled by itself.
+MOST_HEADS = 12
+MOST_HEADS_INTERPRETED = 2
 
 
 class Options(NamedTuple):
@@ -104,7 +107,7 @@ def launch(name, options, inputs, outputs):
     B, H, N, C, K, V, *_ = options
     kernel = (FAST if C == CHUNK_SIZE else PLAIN)[name]
     scratch = kernel.scratch(C, K, V)
-    at_once = heads_at_once(B, H, most_heads(name, options, inputs, outputs, scratch))
+    at_once = heads_at_once(B, H, most_heads(options, inputs, outputs, scratch))
     describe = functools.partial(
         block_and_shape, options=options, at_once=at_once, backwards=name == "backward"
     )
@@ -147,9 +150,10 @@ def bytes_of_a_head(options, inputs, outputs, scratch):
     return total
 
 
-def most_heads(name, options, *arrays):
-    fit = VMEM_BUDGET // bytes_of_a_head(options, *arrays)
-    return max(1, min(MOST_HEADS[name], fit))
+def most_heads(options, *arrays):
+    """As many as are of use and fit."""
+    most = MOST_HEADS_INTERPRETED if options.interpret else MOST_HEADS
+    return max(1, min(most, VMEM_BUDGET // bytes_of_a_head(options, *arrays)))
 
 
 # ------------------------------------------------------ forward and backward
