@@ -104,7 +104,7 @@ def scores(refs, head, passes):
     Aqk = tiles.unpack_blocks(Aqk8)
     for level, h in enumerate(WHOLE_REGISTERS):
         pairs = pairs_of_level(q, k, bk, P, U, h, passes)  # (C/2, C)
-        from_later, from_earlier = columns_of_level(h)
+        from_earlier, from_later = tiles.halves_of_block(h)
         early = jnp.where(from_later, pairs, earlier(Aqk, h))
         Aqk = weave(early, later(Aqk, h), h)
         refs.A[head.n, level] = passes.pack(pairs, from_earlier, from_later, h)
@@ -151,12 +151,6 @@ def pairs_of_level(q, k, bk, P, U, h, passes):
     of_bk, of_q = (passes.split(later(x, h) * decay) for x in (bk, q))
     queries = tuple(weave(early, late, h) for early, late in zip(of_bk, of_q))
     return passes.dot(earlier(k, h) * earlier(U, h), queries, transpose_b=True)
-
-
-def columns_of_level(h):
-    """Masks (C/2, C): columns of the later and of the earlier half of a key's block."""
-    block, half = indices((C // 2, C), 0) // h, indices((C // 2, C), 1) // h
-    return half == 2 * block + 1, half == 2 * block
 
 
 # ------------------------------------------------------ phase 1

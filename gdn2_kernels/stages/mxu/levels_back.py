@@ -51,8 +51,7 @@ def level(q, k, bk, factors, pairs, dAqk_turned, dA_turned, sums, h, passes):
 
     # Rows: queries of later halves. Columns: keys of the earlier half of their block, and
     # beside them, in its later half, the low parts.
-    block, half = indices((C // 2, C), 0) // h, indices((C // 2, C), 1) // h
-    in_early, in_late = half == 2 * block, half == 2 * block + 1
+    in_early, in_late = tiles.halves_of_block(h)
     packed = [passes.pack_parts([later(x, h) for x in p], in_early, in_late, h) for p in pairs]
     keys = tuple(weave(x, x, h) for x in passes.split(k_U))
     read = passes.packed_dot(jnp.concatenate(packed), keys)

@@ -68,6 +68,16 @@ def choose_rows(h, late, early):
     return rows(jnp.where(where, registers(late), registers(early)))
 
 
+def halves_of_block(h):
+    """Masks (C/2, C), rows as `earlier` or `later` leave them: the columns of the earlier
+    and of the later half of a row's block of 2h.
+    """
+    shift = np.int32(h.bit_length() - 1)  # not //, which asks what chip it is for
+    block = indices((C // 2, C), 0) >> shift
+    half = indices((C // 2, C), 1) >> shift
+    return half == 2 * block, half == 2 * block + 1
+
+
 # ------------------------------------------------------ 8 x 8 blocks in one register
 
 
