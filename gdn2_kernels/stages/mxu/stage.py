@@ -17,6 +17,7 @@ from gdn2_kernels.stages.views import (
     check,
     mesh_axes,
     padded,
+    refusal,
     state_in,
     state_out,
     tokens_in,
@@ -228,6 +229,10 @@ def _with_backward_bwd(options, kept, cotangents):
 
 
 with_backward.defvjp(_with_backward_fwd, _with_backward_bwd)
+
+
+def serves(q, v, chunk_size) -> bool:
+    return refusal("mxu", q, v, chunk_size, SMALLEST_CHUNK, CHUNK_SIZE) is None
 
 
 def mxu(q, k, v, g, b, w, scale, initial_state, *, precision, chunk_size, interpret):
