@@ -71,8 +71,6 @@ def test_kernels_of_every_shape_compile(stage, K, V, chunk_size, dtype, precisio
 
 @pytest.mark.parametrize("stage", KERNELS)
 def test_kernels_compile_under_x64(stage):
-    if stage == "atomic_gdn2" and jax.__version__.startswith("0.7."):
-        pytest.xfail("jax 0.7 cannot lower this kernel under x64: some of its index arithmetic is 64 bits wide")
     with x64():
         v5e.compile(gradients(stage, interpret=False), *shapes(1, 100, 2, 128, 64))
 
