@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import gdn2_kernels as gk
+from gdn2_kernels import v5e
 from gdn2_kernels.stages import launch
 from gdn2_kernels.stages.atomic_gdn2 import stage
 from helpers import GATES, NAMES, TOLERANCE, assert_close, make, results, truth, wrong_signs
@@ -43,27 +44,15 @@ def with_options(x, *, precision="highest", chunk_size=None, interpret=True, res
     return dict(zip(NAMES, map(np.asarray, found)))
 
 
-def launches(fn, *args):
-    """How many pallas_call equations a function holds, in all its nested programs."""
-
-    def count(jaxpr):
-        inner = [x for eqn in jaxpr.eqns if eqn.primitive.name != "pallas_call" for x in jax.tree.leaves(
-            [*eqn.params.values()], is_leaf=lambda y: hasattr(y, "eqns") or hasattr(y, "jaxpr"))]  # fmt: skip
-        inner = [getattr(x, "jaxpr", x) for x in inner if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
-        return sum(e.primitive.name == "pallas_call" for e in jaxpr.eqns) + sum(map(count, inner))
-
-    return count(jax.make_jaxpr(fn)(*args).jaxpr)
-
-
 def test_one_launch_forward_and_one_backward():
     inputs, state, _, _ = case("-1")[0]
 
     def forward(stage_name):
         return lambda *x: gk.gdn2(*x, stage=stage_name)[0].sum()
 
-    assert launches(forward("atomic_gdn2"), *inputs) == 1
-    assert launches(jax.grad(forward("atomic_gdn2"), argnums=range(6)), *inputs) == 2
-    assert launches(jax.grad(forward("atomic_ops"), argnums=range(6)), *inputs) == 9
+    assert len(v5e.launches(forward("atomic_gdn2"), *inputs)) == 1
+    assert len(v5e.launches(jax.grad(forward("atomic_gdn2"), argnums=range(6)), *inputs)) == 2
+    assert len(v5e.launches(jax.grad(forward("atomic_ops"), argnums=range(6)), *inputs)) == 9
 
 
 @pytest.mark.parametrize("precision", ["default", "high", "highest"])
@@ -89,6 +78,15 @@ def test_saved_and_recomputed_residuals_give_the_same_bits():
     assert_close(again, wanted, EXACT)
     for name in NAMES:
         np.testing.assert_allclose(again[name], saved[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_vmem_follows_from_the_blocks():
+    """Blocks twice, scratch once, in tiles of 8 x 128; the number for scale lies elsewhere."""
+    inputs, state, _, _ = make(GATE_L, 16, 24, B=1, H=2)
+    [forward] = v5e.launches(lambda *x: gk.gdn2(*x, stage="atomic_gdn2"), *inputs)
+    tokens, square, states = 64 * 256, 2 * 64 * 128, 2 * 128 * 128
+    streamed = 8 * tokens + 2 * square + 3 * states  # six inputs, o and vn; X and Aqk; initial, entering, final
+    assert sum(count for _, _, count in v5e.vmem(forward)) == 4 * (2 * streamed + states)
 
 
 @pytest.mark.parametrize("residuals", ["save", "recompute"])
