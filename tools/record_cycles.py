@@ -35,7 +35,6 @@ DEFAULTS = dict(stage="atomic_gdn2", B=4, L=2048, H=6, D=128, dtype="float32", p
 CALLS = [
     *(dict(H=H) for H in range(1, 17)),
     *(dict(heads=(n, n)) for n in (1, 2, 3, 6)),
-    dict(H=8, heads=(8, 2)),
     dict(axes=4),
     dict(H=8, axes=4),
     dict(residuals="recompute"),
