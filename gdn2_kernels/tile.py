@@ -268,12 +268,9 @@ def inverse(A, precision):
     return X
 
 
-def side_by_side(generators):
-    """Run generators in step: each to its next yield, then each to the one after.
-    Returns what they return.
-
-    The compiler overlaps what stands near in the program. A product takes 131 cycles to
-    come back; between two yields the others have work that does not wait for it.
+def in_step(generators):
+    """A generator that advances others in turn, each to its next yield, then each to the
+    one after, and yields after every move. Returns what they return.
     """
     running, results = dict(enumerate(generators)), {}
     while running:
@@ -283,4 +280,19 @@ def side_by_side(generators):
             except StopIteration as end:
                 results[i] = end.value
                 del running[i]
+            yield
     return [results[i] for i in sorted(results)]
+
+
+def side_by_side(generators):
+    """Run generators in step, to their ends. Returns what they return.
+
+    The compiler overlaps what stands near in the program. A product takes 131 cycles to
+    come back; between two yields the others have work that does not wait for it.
+    """
+    steps = in_step(generators)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value

@@ -85,11 +85,12 @@ def heads_per_step(H: int, limit: int) -> int:
     return min(range(1, min(H, limit) + 1), key=cost)
 
 
-def shape_and_block(kind: str, dims: Dims, heads=None, backwards: bool = False):
+def shape_and_block(kind: str, dims: Dims, heads=None, batch=None, backwards=False):
     """Whole shape of an array, and the block of it that grid step (b, h, n) works on.
 
-    heads: so many heads side by side, an axis of the block, the first one, or for
-      tokens a part of the lanes. None: one head, and no axis for it.
+    heads: so many heads side by side, an axis of the block, or for tokens a part of the
+      lanes. None: one head, and no axis for it.
+    batch: so many entries of the batch, the first axis of the block. None: one, no axis.
     backwards: last chunk first.
 
     "keys" and "values" are (B, L, H*D): the block index picks the heads, nothing is
@@ -103,25 +104,27 @@ def shape_and_block(kind: str, dims: Dims, heads=None, backwards: bool = False):
         return N - 1 - n if backwards else n
 
     def tokens(D):
-        block = (None, C, (heads or 1) * D)
+        block = (batch, C, (heads or 1) * D)
         return (B, dims.rows, H * D), block, lambda b, h, n: (b, chunk(n), h)
 
     def per_chunk(*shape):
-        block = (None, heads, None, *shape)
+        block = (batch, heads, None, *shape)
         return (B, H, N, *shape), block, lambda b, h, n: (b, h, chunk(n), zero, zero)
 
     def per_head(*shape):
-        block = (None, heads, *shape)
+        block = (batch, heads, *shape)
         return (B, H, *shape), block, lambda b, h, n: (b, h, zero, zero)
 
     shape, block, index = {
         "keys": lambda: tokens(K),
         "values": lambda: tokens(V),
         "square": lambda: per_chunk(C, C),
+        "turned values": lambda: per_chunk(V, C),
         "row": lambda: per_chunk(1, K),
         "state": lambda: per_chunk(V, K),
         "head": lambda: per_head(V, K),
         "head row": lambda: per_head(1, K),
+        "head rows": lambda: per_head(8, K),
         "number": lambda: ((1, 1), (1, 1), lambda b, h, n: (zero, zero)),
     }[kind]()
     space = {"memory_space": pltpu.SMEM} if kind == "number" else {}
@@ -139,14 +142,15 @@ def launch(
     exps: int = 0,
     scratch=(),  # float32 shapes in VMEM, for one head
     heads: int | None = None,
+    batch: int | None = None,
     in_order: bool = False,
     backwards: bool = False,
     vmem_limit: int | None = None,
 ) -> list[jax.Array]:
-    """Run `kernel` once per (batch, group of heads, chunk), refs in the order of
+    """Run `kernel` once per (batch or group of it, group of heads, chunk), refs in the order of
     `inputs`, `outputs`, `scratch`.
 
-    heads: see `shape_and_block`; scratch has their axis too.
+    heads, batch: see `shape_and_block`; scratch has one axis for all heads of a step.
     in_order: the chunks of a head one after another, so that scratch carries from one
       to the next. Otherwise every grid step stands alone.
     """
@@ -156,7 +160,9 @@ def launch(
         return shape_and_block(kind, dims)[0]
 
     def specs(kinds):
-        return [shape_and_block(kind, dims, heads, backwards)[1] for kind in kinds]
+        return [
+            shape_and_block(kind, dims, heads, batch, backwards)[1] for kind in kinds
+        ]
 
     for kind, array in inputs:
         assert array.shape == shape(kind), (name, kind, array.shape, shape(kind))
@@ -167,15 +173,15 @@ def launch(
     ]
     moved = [array for _, array in inputs] + out_shape
     steps = dims.B * dims.H * dims.N
-    side_by_side = () if heads is None else (heads,)
-    suffix = "" if heads is None else f"_heads{heads}"
+    together = () if heads is None else (heads * (batch or 1),)
+    suffix = "" if heads is None else f"_heads{together[0]}"
     return pl.pallas_call(
         kernel,
-        grid=(dims.B, -(-dims.H // (heads or 1)), dims.N),
+        grid=(-(-dims.B // (batch or 1)), -(-dims.H // (heads or 1)), dims.N),
         in_specs=specs(kind for kind, _ in inputs),
         out_specs=specs(kind for kind, _ in outputs),
         out_shape=out_shape,
-        scratch_shapes=[pltpu.VMEM((*side_by_side, *x), jnp.float32) for x in scratch],
+        scratch_shapes=[pltpu.VMEM((*together, *x), jnp.float32) for x in scratch],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=(pltpu.PARALLEL, pltpu.PARALLEL, chunks),
             vmem_limit_bytes=vmem_limit,
