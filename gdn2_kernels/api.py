@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gdn2_kernels import stages, tile
+from gdn2_kernels import environment, stages, tile
+from gdn2_kernels.stages.mxu import serves
 
 STAGES = tuple(stages.STAGES)
-AUTO = "wy"  # the fastest stage there is
 
 
 def gdn2(
@@ -55,7 +55,8 @@ def gdn2(
       scale: finite real scalar, Python or array, traced or not; default K^-1/2.
       initial_state: (B, H, K, V), rows are key channels; float32 (float64 with float64
         inputs); None means zeros.
-      stage: "auto" (now "wy") or one of `gdn2_kernels.STAGES`.
+      stage: one of `gdn2_kernels.STAGES`, or "auto": on a TPU "mxu" where it serves the
+        shapes and dtypes, else "wy".
       precision: of matrix products: "default" one bfloat16 pass, "high" three
         (bf16x3), "highest" float32. Sums and decays are float32 always. The same on
         every platform. Stages "recurrence" and "associative_scan" always compute in
@@ -96,13 +97,17 @@ def gdn2(
         raise ValueError(f"interpret: expected None, True or False, got {interpret!r}")
     run = functools.partial(
         _run,
-        stage=AUTO if stage == "auto" else stage,
+        stage=_fastest(inputs[0], inputs[2], chunk_size) if stage == "auto" else stage,
         precision=precision,
         chunk_size=chunk_size if chunk_size is None else int(chunk_size),
         interpret=interpret,
     )
     run = _under_explicit_sharding(run, inputs[2])
     return run(*_varying_alike(*inputs, scale, initial_state))
+
+
+def _fastest(q, v, chunk_size):
+    return "mxu" if environment.on_tpu() and serves(q, v, chunk_size) else "wy"
 
 
 @functools.partial(jax.jit, static_argnames=("stage", "precision", "chunk_size", "interpret"))

@@ -1,12 +1,15 @@
 """What every stage is made of: matrix products at a stated precision, outside kernels
-(`matmul`) and inside (`dot`), and cutting a sequence into chunks.
+(`matmul`) and inside (`dot`), cutting a sequence into chunks, and the small things that
+kernels do with the rows and columns of an array.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 PRECISIONS = ("default", "high", "highest")
 
@@ -158,3 +161,138 @@ def from_chunks(x: jax.Array, B: int, L: int) -> jax.Array:
     N, heads, C, D = x.shape
     x = x.reshape(N, B, heads // B, C, D).transpose(1, 0, 3, 2, 4)
     return x.reshape(B, N * C, heads // B, D)[:, :L]
+
+
+# ------------------------------------------------------ inside a kernel
+
+# Under x64 a Python number is 64 bits wide, which the chip does not have: hence numpy's
+# int32 for the distance of a roll, and `only` in the place of a bare jnp.where.
+
+
+def f32(x):
+    """A ref or an array as float32: a v5e has no bfloat16 arithmetic."""
+    return x[...].astype(jnp.float32)
+
+
+def rows(shape):
+    """The row of each element, int32."""
+    return lax.broadcasted_iota(jnp.int32, shape, 0)
+
+
+def columns(shape):
+    """The column of each element, int32."""
+    return lax.broadcasted_iota(jnp.int32, shape, 1)
+
+
+def only(where, x, otherwise=0):
+    """x, and a number elsewhere."""
+    return jnp.where(where, x, jnp.full_like(x, otherwise))
+
+
+def lower(x, diagonal=True):
+    """x (C, C) with zeros above its diagonal, or on it too."""
+    row, column = rows(x.shape), columns(x.shape)
+    return only(row >= column if diagonal else row > column, x)
+
+
+def roll(x, down):
+    """Rows moved `down` places (up if negative), around the end."""
+    return pltpu.roll(x, np.int32(down % x.shape[0]), 0)
+
+
+def shift(x, down):
+    """Rows moved `down` places (up if negative), rows without a source zero."""
+    row = rows(x.shape)
+    return only(row >= down if down > 0 else row < x.shape[0] + down, roll(x, down))
+
+
+# Running sums along the rows of (C, D). All are sums of what they name: an exclusive
+# one is never an inclusive one minus a term, which would lose the digits that the two
+# have in common.
+
+
+def sum_up_to(x):
+    """Row t: rows 0 .. t summed."""
+    step = 1
+    while step < x.shape[0]:
+        x = x + shift(x, step)
+        step *= 2
+    return x
+
+
+def sum_from(x):
+    """Row t: rows t, t+1, .. summed."""
+    step = 1
+    while step < x.shape[0]:
+        x = x + shift(x, -step)
+        step *= 2
+    return x
+
+
+def sum_before(x):
+    """Row t: rows 0 .. t-1 summed."""
+    return shift(sum_up_to(x), 1)
+
+
+def sum_after(x):
+    """Row t: rows t+1, t+2, .. summed."""
+    return shift(sum_from(x), -1)
+
+
+def between_halves(A, h):
+    """The part of a strictly lower A (C, C) where the row is in the later, the column
+    in the earlier half of the same block of 2h: the highest bit in which they differ
+    is h.
+    """
+    differ = rows(A.shape) ^ columns(A.shape)
+    return only((differ >= h) & (differ < 2 * h), A)
+
+
+def inverse(A, precision):
+    """(I + A)^-1 of a strictly lower A (C, C) by doubling the blocks on the diagonal:
+    X <- X - X M X, where M is the part of A between two neighbours.
+
+    A generator that pauses after each product, because the next one has to wait for it:
+    a kernel may do something else meanwhile. Its return value is the inverse.
+    """
+    C = A.shape[0]
+    identity = (rows(A.shape) == columns(A.shape)).astype(jnp.float32)
+    X = identity - between_halves(A, 1)
+    h = 2
+    while h < C:
+        MX = dot(between_halves(A, h), X, precision)
+        yield
+        X = X - dot(X, MX, precision)
+        yield
+        h *= 2
+    return X
+
+
+def in_step(generators):
+    """A generator that advances others in turn, each to its next yield, then each to the
+    one after, and yields after every move. Returns what they return.
+    """
+    running, results = dict(enumerate(generators)), {}
+    while running:
+        for i, generator in [*running.items()]:
+            try:
+                next(generator)
+            except StopIteration as end:
+                results[i] = end.value
+                del running[i]
+            yield
+    return [results[i] for i in sorted(results)]
+
+
+def side_by_side(generators):
+    """Run generators in step, to their ends. Returns what they return.
+
+    The compiler overlaps what stands near in the program. A product takes 131 cycles to
+    come back; between two yields the others have work that does not wait for it.
+    """
+    steps = in_step(generators)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import gdn2_kernels as gk
+from gdn2_kernels import api, environment
 from helpers import make
 
 # All sizes equal, so that a missing axis would broadcast and a swapped one would fit.
@@ -117,4 +118,16 @@ def test_chunk_size_of_any_integer_kind(chunk_size):
 
 def test_auto_is_a_stage():
     assert np.array_equal(call()[0], call(stage="wy")[0])
-    assert gk.STAGES == ("recurrence", "associative_scan", "wy", "atomic_ops", "atomic_gdn2")
+    assert gk.STAGES == ("recurrence", "associative_scan", "wy", "atomic_ops", "atomic_gdn2", "mxu")
+
+
+def test_auto_is_mxu_on_a_tpu_where_it_serves(monkeypatch):
+    def fastest(K, V, dtype=jnp.float32, chunk_size=None):
+        q, v = (jax.ShapeDtypeStruct((1, 4, 1, D), dtype) for D in (K, V))
+        return api._fastest(q, v, chunk_size)
+
+    assert fastest(128, 128) == "wy"
+    monkeypatch.setattr(environment, "on_tpu", lambda: True)
+    assert fastest(128, 64) == fastest(8, 256, jnp.bfloat16, 16) == "mxu"
+    assert fastest(12, 128) == fastest(128, 264) == fastest(128, 128, chunk_size=256) == "wy"
+    assert fastest(128, 128, jnp.float64) == "wy"

@@ -1,4 +1,4 @@
-"""Products at a stated precision, and cutting into chunks."""
+"""Products at a stated precision, cutting into chunks, and the small things inside kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -115,3 +115,44 @@ def test_chunks_there_and_back():
     assert chunks.shape == (3, 6, 4, 4)
     assert np.array_equal(chunks[1, 1, :3], x[0, 4:, 1]) and not chunks[1, :, 3].any() and not chunks[2].any()
     assert np.array_equal(tile.from_chunks(chunks, 2, 7), x)
+
+
+def test_side_by_side_runs_all_to_their_ends():
+    seen = []
+
+    def head(name, steps):
+        for step in range(steps):
+            seen.append((step, name))
+            yield
+        return name.upper()
+
+    assert tile.side_by_side([head("a", 2), head("b", 3), head("c", 0)]) == ["A", "B", "C"]
+    assert seen == [(0, "a"), (0, "b"), (1, "a"), (1, "b"), (2, "b")]
+
+
+def of_kernel(fn, x):
+    def kernel(x, out):
+        out[...] = fn(x[...])
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+@pytest.mark.parametrize("C", [8, 32])
+def test_running_sums_are_of_what_they_name(C):
+    x = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (C, 4)), jnp.float32)
+    up_to, from_ = np.cumsum(x, 0), np.cumsum(x[::-1], 0)[::-1]
+    assert np.array_equal(of_kernel(tile.sum_up_to, x), up_to)
+    assert np.array_equal(of_kernel(tile.sum_before, x), up_to - x)
+    assert np.array_equal(of_kernel(tile.sum_from, x), from_)
+    assert np.array_equal(of_kernel(tile.sum_after, x), from_ - x)
+
+
+@pytest.mark.parametrize("C", [8, 64])
+def test_inverse_by_doubling(C):
+    A = np.tril(np.random.default_rng(0).normal(size=(C, C)), -1).astype(np.float32) / 4
+
+    def whole(A):
+        return tile.side_by_side([tile.inverse(A, "highest")])[0]
+
+    exact = np.linalg.inv(np.eye(C) + A.astype(np.float64))
+    assert np.linalg.norm(of_kernel(whole, jnp.asarray(A)) - exact) < 1e-6 * np.linalg.norm(exact)

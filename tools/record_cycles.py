@@ -38,7 +38,6 @@ HEADS = {"atomic_gdn2": atomic_gdn2_stage.HEADS, "mxu": mxu_stage.MOST_HEADS}  #
 CALLS = [
     *(dict(H=H) for H in range(1, 17)),
     *(dict(heads=(n, n)) for n in (1, 2, 3, 6)),
-    dict(H=8, heads=(8, 2)),
     dict(axes=4),
     dict(H=8, axes=4),
     dict(residuals="recompute"),

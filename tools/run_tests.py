@@ -1,14 +1,18 @@
 """Run the tests on up to three levels of JAX: python tools/run_tests.py main colab newest
 
 main     the pinned versions: builds the book, then every test, the site in a browser included
-colab    the oldest versions promised, those of a stock Colab or Kaggle TPU: package tests and notebooks
-newest   the newest JAX that a Python found here can install: package tests
+colab    the oldest versions promised, those of a stock Colab or Kaggle TPU: package tests and notebooks,
+         the tests' programs compiled with less optimization
+newest   the newest JAX that a Python found here can install: package tests, compiled likewise
 
-Extra arguments for pytest can be given in PYTEST_ARGS. Needs only the standard library.
+Each level has a limit of time, so that a hung program fails the run instead of stopping it. On a machine slower than
+two cores TEST_PATIENCE=3 makes the limits three times as long. Extra arguments for pytest can be given in PYTEST_ARGS.
+Needs only the standard library.
 """
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -18,16 +22,43 @@ ROOT = Path(__file__).resolve().parent.parent
 NEEDS_SITE = ["--ignore=tests/test_site.py", "--ignore=tests/test_links.py"]
 NEEDS_NOTEBOOK_KERNEL = ["--ignore=tests/test_notebooks.py"]
 
+# The tests' own programs, which run once for milliseconds, compile in half the time without LLVM's optimizations. Only
+# where a level repeats another: main has the compiler as a reader has it.
+QUICK_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
-def run(*command) -> bool:
-    return subprocess.run([str(part) for part in command], cwd=ROOT).returncode == 0
+MINUTES = {"main": 40, "colab": 20, "newest": 20}
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
+deadline = float("inf")  # of the level that runs
 
 
-def pytest(venv: str, *arguments: str) -> bool:
-    # Most of the time is spent compiling, one core to a program: a process for each core.
-    parallel = ["-n", "auto", "--dist", "loadgroup"]
+class OutOfTime(Exception):
+    """The level used all of its time; what it ran is ended."""
+
+
+def run(*command, **environment: str) -> bool:
+    # A session of its own: workers and their compilers are ended with it.
+    process = subprocess.Popen([str(part) for part in command], cwd=ROOT, start_new_session=True,
+                               env={**os.environ, **environment})  # fmt: skip
+    try:
+        return process.wait(max(deadline - time.monotonic(), 0)) == 0
+    except subprocess.TimeoutExpired:
+        raise OutOfTime from None
+    finally:
+        # Also after Ctrl-C, which the session does not hear of, and when a crash left something running.
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+
+
+def pytest(venv: str, *arguments: str, xla_flags: str = "") -> bool:
+    # Most of the time is spent compiling, one core to a program: a process for each core. A process that crashes fails
+    # the run: with another in its place pytest-xdist can wait for ever.
+    parallel = ["-n", "auto", "--dist", "loadscope", "--max-worker-restart=0"]
     extra = shlex.split(os.environ.get("PYTEST_ARGS", ""))
-    return run(f"{venv}/bin/python", "-m", "pytest", "tests", *parallel, *arguments, *extra)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()
+    return run(f"{venv}/bin/python", "-m", "pytest", "tests", *parallel, *arguments, *extra, XLA_FLAGS=flags)
 
 
 def jax_of(venv: str) -> str:
@@ -44,7 +75,7 @@ def main_stack() -> tuple[bool, str]:
 
 def colab_stack() -> tuple[bool, str]:
     ok = run(sys.executable, "tools/make_venv.py", ".venv-colab", "requirements-colab.txt")
-    return ok and pytest(".venv-colab", *NEEDS_SITE), jax_of(".venv-colab")
+    return ok and pytest(".venv-colab", *NEEDS_SITE, xla_flags=QUICK_COMPILER), jax_of(".venv-colab")
 
 
 def newest_stack() -> tuple[bool | None, str]:
@@ -54,18 +85,25 @@ def newest_stack() -> tuple[bool | None, str]:
         print("No Python 3.12 or newer was found, so the newest JAX was not tested.", flush=True)
         return None, "no Python >= 3.12"
     ok = run(python, "tools/make_venv.py", ".venv-newest", "requirements-newest.in", "--upgrade")
-    return ok and pytest(".venv-newest", *NEEDS_SITE, *NEEDS_NOTEBOOK_KERNEL), jax_of(".venv-newest")
+    ok = ok and pytest(".venv-newest", *NEEDS_SITE, *NEEDS_NOTEBOOK_KERNEL, xla_flags=QUICK_COMPILER)
+    return ok, jax_of(".venv-newest")
 
 
 STACKS = {"main": main_stack, "colab": colab_stack, "newest": newest_stack}
 
 
 def main() -> int:
+    global deadline
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whoever ends this run ends what it started
     words, failed = [], False
     for name in sys.argv[1:]:
         print(f"\n=== {name} ===", flush=True)
         start = time.monotonic()
-        ok, what = STACKS[name]()
+        deadline = start + 60 * PATIENCE * MINUTES[name]
+        try:
+            ok, what = STACKS[name]()
+        except OutOfTime:
+            ok, what = False, f"ended at its limit of {PATIENCE * MINUTES[name]:g} minutes"
         result = {True: "passed", False: "FAILED", None: "skipped"}[ok]
         failed = failed or ok is False
         words.append(f"{name} ({what}) {result} in {time.monotonic() - start:.0f} s")

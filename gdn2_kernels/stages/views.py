@@ -53,20 +53,28 @@ def mesh_axes(array) -> dict:
 
 def check(stage, q, v, chunk_size, smallest, largest):
     """Refuse by name what kernels do not serve."""
+    problem = refusal(stage, q, v, chunk_size, smallest, largest)
+    if problem:
+        raise ValueError(problem)
+
+
+def refusal(stage, q, v, chunk_size, smallest, largest) -> str | None:
+    """Why a stage of kernels cannot serve these arguments; None if it can."""
     if q.dtype == jnp.float64:
-        raise ValueError(
+        return (
             f"q: expected float32 or bfloat16 for stage={stage!r} (a TPU kernel has no "
             "float64), got float64; stage='wy' computes in float64"
         )
     for name, x in (("q", q), ("v", v)):
         D = x.shape[-1]
         if D % 8 or D > LARGEST_D:
-            raise ValueError(
+            return (
                 f"{name}: expected channels a multiple of 8 up to {LARGEST_D} for "
                 f"stage={stage!r}, got {D}"
             )
     if chunk_size is not None and not smallest <= chunk_size <= largest:
-        raise ValueError(
+        return (
             f"chunk_size: expected {smallest} to {largest} for stage={stage!r}, got "
             f"{chunk_size}"
         )
+    return None

@@ -9,7 +9,7 @@ distance to the next is k_j decayed down to row i, for all rows at once:
 
 Between sub-blocks a pair's decay is a product of two factors cut at the first row of
 i's sub-block, so that all pairs of a sub-block's rows with everything before it are one
-matrix product. Every factor is a product of numbers a <= 1: nothing can overflow.
+matrix product. Every factor is at most one: nothing can overflow.
 
 Shapes: q, k, bk, a (C, K); states (V, K), rows are value channels.
 """
@@ -19,47 +19,25 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import tpu as pltpu
 
-from gdn2_kernels.tile import dot
+from gdn2_kernels.tile import (
+    columns,
+    dot,
+    only,
+    roll,
+    rows,
+    sum_after,
+    sum_before,
+    sum_from,
+    sum_up_to,
+)
 
 SUB = 16
-WITHIN = np.int32(SUB - 1)  # mask: the row within its sub-block, in 32 bits
 
 
-def side_by_side(heads):
-    """Run generators in step: each to its next yield, then each to the one after.
-
-    The compiler overlaps what stands near in the program. A product takes 131 cycles to
-    come back; between two yields the other heads have work that does not wait for it.
-    """
-    heads = list(heads)
-    while heads:
-        heads = [head for head in heads if next(head, StopIteration) is not StopIteration]
-
-
-def rows(shape):
-    return lax.broadcasted_iota(jnp.int32, shape, 0)
-
-
-def columns(shape):
-    return lax.broadcasted_iota(jnp.int32, shape, 1)
-
-
-def roll(x, by):
-    """Row i holds row i - by, around the end."""
-    # int32: under x64 a Python int would be 64 bits wide, which the chip refuses.
-    return pltpu.roll(x, np.int32(by), 0)
-
-
-def shift_down(x, by=1):
-    """Row i holds row i - by. The first rows hold what fell out at the end."""
-    return roll(x, by)
-
-
-def shift_up(x):
-    """Row i holds row i + 1."""
-    return roll(x, x.shape[0] - 1)
+def row_within(shape):
+    """The row within its sub-block."""
+    return rows(shape) & np.int32(SUB - 1)
 
 
 def by_distance(step, carry, unroll, backwards=False):
@@ -88,41 +66,34 @@ def sub_blocks(x):
 # ------------------------------------------------------ decay factors
 
 
-def factors(a):
-    """P: product of a from the first row of the sub-block to each row. Q: product of a
-    over the rows after each row, to the end of the sub-block. Both (C, K).
-    """
-    row = rows(a.shape) & WITHIN
-    last = a.shape[0] - 1
-    P, Q = a, jnp.where(row < SUB - 1, roll(a, last), 1.0)
-    step = 1
-    while step < SUB:
-        P = P * jnp.where(row >= step, roll(P, step), 1.0)
-        Q = Q * jnp.where(row < SUB - step, roll(Q, last + 1 - step), 1.0)
-        step *= 2
-    return P, Q
-
-
 class Decay(NamedTuple):
-    """Decayed operands of a chunk, one entry a sub-block; `reach` has one more."""
+    """Decayed operands of a chunk, one entry a sub-block; `before` and `reach` have one
+    more, for the end of the chunk.
+    """
 
-    P: list  # (SUB, K)
-    Q: list  # (SUB, K)
-    whole: list  # (1, K) product over the sub-block
-    before: list  # (1, K) product over the sub-blocks before it
+    P: list  # (SUB, K) decay from the first row of the sub-block to each row, inclusive
+    Q: list  # (SUB, K) decay from each row, exclusive, to the end of the sub-block
+    whole: list  # (1, K) decay over the sub-block
+    before: list  # (1, K) decay over the sub-blocks before it
     reach: list  # k of all earlier sub-blocks decayed to its start, (n*SUB, K) or None
 
 
-def decayed(k, a):
-    """Cut k and a chunk's decay at the sub-blocks. `reach[-1]` is k*exp(G_C - G)."""
-    P, Q = map(sub_blocks, factors(a))
+def decayed(k, g):
+    """Cut k and a chunk's log decay at the sub-blocks. `reach[-1]` is k*exp(G_C - G).
+    """
+    # Exponentials of sums, not products of exponentials: a channel that decays alike at
+    # every token rounds alike at every token, and in a product such errors add up, over
+    # the whole sequence in `before[-1]`, which the state meets once a chunk.
+    sums = [sum_up_to(x) for x in sub_blocks(g)]
+    P = [jnp.exp(x) for x in sums]
+    Q = [jnp.exp(sum_after(x)) for x in sub_blocks(g)]
     whole = [p[SUB - 1 :] for p in P]
-    before, reach = [jnp.ones_like(whole[0])], [None]
-    for k_own, q_own, all_of_it in zip(sub_blocks(k), Q, whole):
-        before.append(before[-1] * all_of_it)
-        own = k_own * q_own
+    G, before, reach = jnp.zeros_like(whole[0]), [jnp.ones_like(whole[0])], [None]
+    for k_own, q_own, all_of_it, x in zip(sub_blocks(k), Q, whole, sums):
+        G = G + x[SUB - 1 :]
+        before.append(jnp.exp(G))
         earlier = [] if reach[-1] is None else [reach[-1] * all_of_it]
-        reach.append(jnp.concatenate([*earlier, own]))
+        reach.append(jnp.concatenate([*earlier, k_own * q_own]))
     return Decay(P, Q, whole, before, reach)
 
 
@@ -138,15 +109,15 @@ def from_start(x, decay):
 def scores(q, k, bk, a, decay, precision, unroll):
     """Aqk with its diagonal, and A below it, both (C, C)."""
     C = q.shape[0]
-    row, column = rows((C, C)), columns((C, C))
+    apart, within = rows((C, C)) - columns((C, C)), row_within((C, C))
 
     def put(matrix, distance, x, down):
-        pairs = (row - column == distance) & ((row & WITHIN) >= distance)
+        pairs = (apart == distance) & (within >= distance)
         return jnp.where(pairs, jnp.sum(x * down, 1, keepdims=True), matrix)
 
     def step(distance, carry):
         Aqk, A, down = carry
-        down = a * shift_down(down)
+        down = a * roll(down, 1)
         return put(Aqk, distance, q, down), put(A, distance, bk, down), down
 
     A = jnp.zeros((C, C), jnp.float32)
@@ -157,7 +128,8 @@ def scores(q, k, bk, a, decay, precision, unroll):
         if reach is None:
             far = jnp.zeros((2 * SUB, C), jnp.float32)
         else:
-            far = dot(jnp.concatenate([q * P, bk * P]), reach, precision, transpose_b=True)
+            reads = jnp.concatenate([q * P, bk * P])
+            far = dot(reads, reach, precision, transpose_b=True)
             if reach.shape[0] < C:
                 nothing = jnp.zeros((2 * SUB, C - reach.shape[0]), jnp.float32)
                 far = jnp.concatenate([far, nothing], 1)
@@ -177,29 +149,29 @@ def scores_back(
     Returns: dq, dk, d_bk, dg (C, K), the parts named here and no others.
     """
     C, K = q.shape
-    row, column = rows((C, C)), columns((C, C))
+    apart, within = rows((C, C)) - columns((C, C)), row_within((C, C))
 
     # Pairs within a sub-block, by distance. What row i owes to its own decay is what
     # came down through it: down_d[i] * (gradient of down_d[i]), all of one kind.
     def keep(distance, down):
-        down = a * shift_down(down)
+        down = a * roll(down, 1)
         down_scratch[distance] = down
         return down
 
     def step(distance, carry):
         dq, d_bk, dg, d_down = carry
-        pairs = (row - column == distance) & ((row & WITHIN) >= distance)
-        from_q = jnp.sum(jnp.where(pairs, dAqk, 0.0), 1, keepdims=True)
-        from_bk = jnp.sum(jnp.where(pairs, dA, 0.0), 1, keepdims=True)
+        pairs = (apart == distance) & (within >= distance)
+        from_q = jnp.sum(only(pairs, dAqk), 1, keepdims=True)
+        from_bk = jnp.sum(only(pairs, dA), 1, keepdims=True)
         down = down_scratch[distance]
         dq, d_bk = dq + from_q * down, d_bk + from_bk * down
-        d_down = from_q * q + from_bk * bk + shift_up(a * d_down)
+        d_down = from_q * q + from_bk * bk + roll(a * d_down, -1)
         return dq, d_bk, dg + down * d_down, d_down
 
     by_distance(keep, k, unroll)
     nothing = (jnp.zeros((C, K), jnp.float32),) * 4
     dq, d_bk, dg, d_down = by_distance(step, nothing, unroll, backwards=True)
-    dk = shift_up(a * d_down)
+    dk = roll(a * d_down, -1)
 
     # Pairs between sub-blocks, last sub-block first: the mirror image of `decayed`.
     blocks = C // SUB
@@ -227,50 +199,6 @@ def scores_back(
     return dq + far_q, dk + far_k, d_bk + far_bk, dg + far_g
 
 
-def sum_from(x):
-    """Row t: rows t, t+1, .. of the sub-block summed."""
-    row, step = rows(x.shape), 1
-    while step < SUB:
-        x = x + jnp.where(row < SUB - step, roll(x, SUB - step), 0.0)
-        step *= 2
-    return x
-
-
-def sum_before(x):
-    """Row t: rows 0 .. t-1 of the sub-block summed."""
-    row, step = rows(x.shape), 1
-    x = jnp.where(row >= 1, roll(x, 1), 0.0)
-    while step < SUB:
-        x = x + jnp.where(row >= step, roll(x, step), 0.0)
-        step *= 2
-    return x
-
-
-# ------------------------------------------------------ inverse
-
-
-def inverse(A, precision):
-    """(I + A)^-1 of a strictly lower triangular A (C, C), by doubling the blocks on
-    the diagonal: X <- X - X M X, where M is the part of A between two neighbours.
-
-    A generator (see `side_by_side`): each product waits for the one before it.
-    """
-    C = A.shape[0]
-    row, column = rows((C, C)), columns((C, C))
-    differ = row ^ column  # the highest bit tells at which level a pair meets
-    identity = (row == column).astype(jnp.float32)
-    X = identity - jnp.where(differ == 1, A, 0.0)
-    h = 2
-    while h < C:
-        M = jnp.where((differ >= h) & (differ < 2 * h), A, 0.0)
-        MX = dot(M, X, precision)
-        yield
-        X = X - dot(X, MX, precision)
-        yield
-        h *= 2
-    return X
-
-
 def diagonal(x):
     """The diagonal of x (C, C) as a column (C, 1)."""
-    return jnp.sum(jnp.where(rows(x.shape) == columns(x.shape), x, 0.0), 1, keepdims=True)
+    return jnp.sum(only(rows(x.shape) == columns(x.shape), x), 1, keepdims=True)

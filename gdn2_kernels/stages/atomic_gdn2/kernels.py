@@ -8,12 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from gdn2_kernels.stages.atomic_gdn2 import chunk
-from gdn2_kernels.tile import dot
-
-
-def f32(x):
-    """A v5e has no bfloat16 arithmetic."""
-    return x.astype(jnp.float32)
+from gdn2_kernels.tile import dot, f32, inverse, side_by_side
 
 
 def of_head(ref, head, D):
@@ -30,10 +25,10 @@ def forward_chunk(q, k, v, g, b, w, S, precision, unroll):
     Returns: o (C, V), state leaving (V, K), (X, Aqk, vn).
     """
     a, bk = jnp.exp(g), b * k
-    decay = chunk.decayed(k, a)
+    decay = chunk.decayed(k, g)
     Aqk, A = chunk.scores(q, k, bk, a, decay, precision, unroll)
     yield
-    X = yield from chunk.inverse(A, precision)
+    X = yield from inverse(A, precision)
     C = q.shape[0]
     reads = [chunk.from_start(x, decay) for x in (q, bk)]
     from_state = dot(jnp.concatenate(reads), S, precision, transpose_b=True)
@@ -71,7 +66,7 @@ def forward_kernel(
             X[i], Aqk[i] = residuals[:2]
             vn[:, i * V : (i + 1) * V] = residuals[2]
 
-    chunk.side_by_side(head(i) for i in range(state.shape[0]))
+    side_by_side(head(i) for i in range(state.shape[0]))
 
     @pl.when(n == pl.num_programs(2) - 1)
     def _():
@@ -91,7 +86,7 @@ def backward_chunk(
     """
     C = q.shape[0]
     a, bk = jnp.exp(g), b * k
-    decay = chunk.decayed(k, a)
+    decay = chunk.decayed(k, g)
     X, Aqk, vn = residuals
     qg, kb = chunk.from_start(q, decay), chunk.from_start(bk, decay)
     kg, total = decay.reach[-1], decay.before[-1]
@@ -153,7 +148,7 @@ def backward_kernel(
         for ref, x, D in zip((dq, dk, dv, dg, db, dw), gradients, (K, K, V, K, K, V)):
             ref[:, i * D : (i + 1) * D] = x.astype(ref.dtype)
 
-    chunk.side_by_side(head(i) for i in range(d_state.shape[0]))
+    side_by_side(head(i) for i in range(d_state.shape[0]))
 
     @pl.when(n == pl.num_programs(2) - 1)
     def _():

@@ -9,18 +9,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from gdn2_kernels.stages.atomic_ops.forward import FLOAT, Walk, each_column
-from gdn2_kernels.stages.atomic_ops.launch import (
+from gdn2_kernels.stages.launch import launch
+from gdn2_kernels.tile import (
+    columns,
+    dot,
     f32,
-    launch,
     lower,
     only,
-    rows_and_columns,
+    rows,
     sum_after,
     sum_before,
     sum_from,
     sum_up_to,
 )
-from gdn2_kernels.tile import dot
 
 # ------------------------------------------------------ B2: a chunk's own outputs
 
@@ -168,15 +169,15 @@ def scores_back_kernel(
     dq[...], dk_sum[...], dbk_sum[...] = dq_state[...], dk_state[...], dbk_state[...]
     pairs[...] = jnp.zeros((C, K), FLOAT)
     tile = walk.tile
-    tile_row, _ = rows_and_columns((tile, K))
+    tile_row = rows((tile, K))
 
     def start(first):
-        rows = jnp.zeros((C - first, K), FLOAT)
-        return rows, rows, rows[:tile], rows[:tile]
+        zeros = jnp.zeros((C - first, K), FLOAT)
+        return zeros, zeros, zeros[:tile], zeros[:tile]
 
     def column(carry, first, j, decay, key):
         dq, dbk, dk, pairs = carry
-        _, lane = rows_and_columns((C - first, C))
+        lane = columns((C - first, C))
 
         def of_column(scores):  # its column j, (rows, 1)
             at = only(lane == first + j, scores[first:, :])

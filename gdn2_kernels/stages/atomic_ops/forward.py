@@ -11,19 +11,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from gdn2_kernels.stages.atomic_ops.launch import (
-    TILE,
+from gdn2_kernels import tile
+from gdn2_kernels.stages.launch import launch
+from gdn2_kernels.tile import (
+    columns,
+    dot,
     f32,
-    launch,
     lower,
     only,
-    rows_and_columns,
+    rows,
+    side_by_side,
     sum_after,
     sum_up_to,
 )
-from gdn2_kernels.tile import dot
 
 FLOAT = jnp.float32
+TILE = 8  # rows of one float32 vector register
 
 # ------------------------------------------------------ A: scores
 
@@ -65,7 +68,7 @@ def each_column(keys, log_decay, walk, start, column, finish):
     for first in reversed(range(0, C, walk.tile)):
         above = jnp.full((walk.tile, K), -jnp.inf, FLOAT)
         exponent = above if exponent is None else jnp.concatenate([above, exponent])
-        row, _ = rows_and_columns(exponent.shape)
+        row = rows(exponent.shape)
 
         def step(i, carry, first=first, row=row):
             exponent, carry = carry
@@ -97,10 +100,10 @@ def scores_kernel(q, k, g, b, Aqk, Akk, keys, log_decay, *, walk):
 
     def column(carry, first, j, decay, key):
         decayed = decay * key
-        _, lane = rows_and_columns((C - first, C))
+        lane = columns((C - first, C))
 
-        def put(scores, rows):
-            total = jnp.sum(rows[first:] * decayed, 1, keepdims=True)
+        def put(scores, readers):
+            total = jnp.sum(readers[first:] * decayed, 1, keepdims=True)
             return jnp.where(lane == first + j, total, scores)
 
         return put(carry[0], queries), put(carry[1], erases)
@@ -138,23 +141,7 @@ def scores(q, k, g, b, options):
 
 
 def inverse_kernel(Akk, X, *, precision):
-    A = Akk[...]
-    C = A.shape[0]
-    row, column = rows_and_columns(A.shape)
-    inverse = (row == column).astype(FLOAT) - only(level(row, column, 1), A)
-    h = 2
-    while h < C:
-        M = only(level(row, column, h), A)
-        inverse = inverse - dot(inverse, dot(M, inverse, precision), precision)
-        h *= 2
-    X[...] = inverse
-
-
-def level(row, column, h):
-    """Pairs whose highest differing bit is h: the row in the later, the column in the
-    earlier half of the same block of 2h.
-    """
-    return (row > column) & ((row ^ column) >= h) & ((row ^ column) < 2 * h)
+    [X[...]] = side_by_side([tile.inverse(Akk[...], precision)])
 
 
 def inverse(Akk, options):

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gdn2_kernels.environment import on_tpu
 from gdn2_kernels.stages.atomic_ops.backward import (
     log_decay_back,
     own_outputs,
@@ -14,16 +13,15 @@ from gdn2_kernels.stages.atomic_ops.backward import (
     scan_back,
     scores_back,
 )
-from gdn2_kernels.stages.atomic_ops.forward import inverse, prepare, scan, scores
-from gdn2_kernels.stages.atomic_ops.launch import TILE, Dims, Options
-from gdn2_kernels.stages.views import (
-    check,
-    padded,
-    state_in,
-    state_out,
-    tokens_in,
-    tokens_out,
-)  # fmt: skip
+from gdn2_kernels.stages.atomic_ops.forward import (
+    TILE,
+    inverse,
+    prepare,
+    scan,
+    scores,
+)
+from gdn2_kernels.stages.launch import Options, on_blocks
+from gdn2_kernels.stages.views import check, padded
 
 CHUNK_SIZE = 64
 LARGEST_CHUNK = 256
@@ -113,15 +111,9 @@ def atomic_ops(
         below 8 or above 256.
     """
     check("atomic_ops", q, v, chunk_size, TILE, LARGEST_CHUNK)
-    B, L, H, K = q.shape
-    V = v.shape[-1]
-    C = chunk_size or max(TILE, min(CHUNK_SIZE, 1 << (L - 1).bit_length()))
-    N = -(-L // C)
-    if interpret is None:
-        interpret = not on_tpu()
-    options = Options(Dims(B, H, N, C, padded(K), padded(V)), precision, interpret)
-
+    options = Options.of(
+        q, v, precision, chunk_size, interpret, smallest=TILE, usual=CHUNK_SIZE
+    )
+    run = functools.partial(with_backward, options=options)
     q = q.astype(jnp.float32) * scale
-    inputs = [tokens_in(x, N * C) for x in (q, k, v, g, b, w)]
-    o, final_state = with_backward(*inputs, state_in(initial_state), options)
-    return tokens_out(o, L, H, V), state_out(final_state, K, V)
+    return on_blocks(run, (q, k, v, g, b, w), initial_state, options)

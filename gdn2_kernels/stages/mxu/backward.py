@@ -21,10 +21,18 @@ from jax.experimental.pallas import tpu as pltpu
 
 from gdn2_kernels.stages.mxu import levels_back, tiles, tree
 from gdn2_kernels.stages.mxu.forward import IN_REGISTERS, WHOLE_REGISTERS
-from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, run, side_by_side, spread, write
+from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, spread, write
 from gdn2_kernels.stages.mxu.passes import PASSES
-from gdn2_kernels.stages.mxu.plain import indices
-from gdn2_kernels.stages.mxu.tiles import C, REGISTER, ROWS, registers, roll_lanes, roll_rows, rows
+from gdn2_kernels.stages.mxu.tiles import (
+    REGISTER,
+    ROWS,
+    C,
+    matrix,
+    registers,
+    roll_lanes,
+    roll_rows,
+)
+from gdn2_kernels.tile import f32, in_step, rows, side_by_side
 
 TILE = 16  # rows: a register of bfloat16 numbers
 
@@ -58,18 +66,19 @@ class Refs(NamedTuple):
     large: object  # (4, C, K): of levels 8 .. 64
     dz: object  # (C, V); dvn before it
     turned: object  # (2, V, C): do, dz transposed
-    vn_back: object  # (C, V)
     pairs: object  # (2, C, C): dAqk, dA
     turned_pairs: object  # (2, C, C)
     so_far: object  # (3, C, K): dq, d(b*k), dk
-    owed: object  # (C, K)
+    shared: (
+        object  # (C, max(K, V)): vn turned back, and when it is used up what is owed
+    )
     near: object  # (4, C, K): dq, d(b*k), dk, dg of level 1 and the diagonal
 
 
 def backward_scratch(C, K, V):
     factors = [(C, K), (C, K), (2, C, K), (4, C, K)]
-    products = [(C, V), (2, V, C), (C, V), (2, C, C), (2, C, C)]
-    return [(V, K), *factors, *products, (3, C, K), (C, K), (4, C, K)]
+    products = [(C, V), (2, V, C), (2, C, C), (2, C, C)]
+    return [(V, K), *factors, *products, (3, C, K), (C, max(K, V)), (4, C, K)]
 
 
 def backward_kernel(*refs, precision):
@@ -85,22 +94,24 @@ def backward_kernel(*refs, precision):
 
     @phase(0)
     def _():
-        run(side_by_side(solve(refs, head, passes) for head in heads))
+        side_by_side(solve(refs, head, passes) for head in heads)
 
     @phase(1)
     def _():
-        run(side_by_side(start_from_state(refs, head, passes) for head in heads))
+        side_by_side(start_from_state(refs, head, passes) for head in heads)
         gathered = [neighbours_to_gather(refs, head) for head in heads]
         near = [
-            functools.partial(neighbours, refs, heads, gathered, slice(start, start + TILE))
+            functools.partial(
+                neighbours, refs, heads, gathered, slice(start, start + TILE)
+            )
             for start in range(0, C, TILE)
         ]
-        levels = side_by_side(large_levels(refs, head, passes) for head in heads)
+        levels = in_step(large_levels(refs, head, passes) for head in heads)
         spread(levels, len(WHOLE_REGISTERS) * len(heads), near)
 
     @phase(2)
     def _():
-        run(side_by_side(small_levels(refs, head, passes) for head in heads))
+        side_by_side(small_levels(refs, head, passes) for head in heads)
 
     @pl.when(n == pl.num_programs(2) - 1)
     def _():
@@ -115,10 +126,6 @@ def load(refs, head, tile=slice(None)):
     return refs.scale[0, 0] * q, k, b
 
 
-def f32(x):
-    return x.astype(jnp.float32)
-
-
 # ------------------------------------------------------ phase 0
 
 
@@ -128,7 +135,7 @@ def solve(refs, head, passes):
     build_tree(refs, head)
     do, dS = read(refs.do, head, V), refs.d_state[n]
     refs.turned[n, 0] = do.T
-    refs.vn_back[n] = f32(refs.vn[head.at]).T
+    refs.shared[n, :, :V] = f32(refs.vn[head.at]).T
     kg = read(refs.k, head, K) * refs.U[n]
     dvn = passes.dot(f32(refs.Aqk[head.at]), do)
     refs.dz[n] = dvn + passes.dot(kg, dS, transpose_b=True)
@@ -160,20 +167,20 @@ def build_tree(refs, head):
 
 def start_from_state(refs, head, passes):
     """Generator. What dq, d(b*k), dk get through the state; dv and dw."""
-    n, (V, K) = head.n, refs.d_state.shape[1:]
+    n, V = head.n, refs.d_state.shape[1]
     P, U, dz = refs.P[n], refs.U[n], refs.dz[n]
     both = jnp.concatenate([read(refs.do, head, V), dz])
     from_state = passes.dot(both, f32(refs.entering[head.at]))
     refs.so_far[n, 0], refs.so_far[n, 1] = from_state[:C] * P, from_state[C:] * P
     for i in range(2):
         refs.turned_pairs[n, i] = refs.pairs[n, i].T
-    refs.so_far[n, 2] = passes.dot(refs.vn_back[n], refs.d_state[n]) * U
+    refs.so_far[n, 2] = passes.dot(refs.shared[n, :, :V], refs.d_state[n]) * U
     yield
 
 
 def large_levels(refs, head, passes):
     """Generator. A step for each level."""
-    n = head.n
+    n, K = head.n, refs.d_state.shape[2]
     q, k, b = load(refs, head)
     bk = b * k
     pairs = tuple(passes.split(refs.pairs[n, i]) for i in range(2))
@@ -186,7 +193,7 @@ def large_levels(refs, head, passes):
             refs.turned_pairs[n, 1], sums, h, passes,
         )  # fmt: skip
         if level == 0:
-            refs.owed[n] = rows(owed)
+            refs.shared[n, :, :K] = matrix(owed)
             for i, x in enumerate(sums):
                 refs.so_far[n, i] = x
         yield
@@ -198,27 +205,31 @@ def first_row_of(refs, head):
     """
     n, K = head.n, refs.d_state.shape[2]
     through = jnp.sum(refs.d_state[n] * f32(refs.entering[head.at]), 0, keepdims=True)
-    first = indices((ROWS, K), 0) == 0
+    first = rows((ROWS, K)) == 0
     return registers(jnp.where(first, refs.P[n, C - 1 :] * through, 0.0))
 
 
 def neighbours_to_gather(refs, head):
     """Packed blocks of which column t - 1 is, for row t: the diagonal, and level 1."""
     dAqk, dA = (tiles.pack_blocks(refs.pairs[head.n, i]) for i in range(2))
-    odd = (indices(REGISTER, 0) & np.int32(1)) != 0
+    odd = (rows(REGISTER) & np.int32(1)) != 0
     return roll_lanes(dAqk, -1), jnp.where(odd, dAqk, 0.0), jnp.where(odd, dA, 0.0)
 
 
 def neighbours(refs, heads, gathered, at):
     """Level 1 and the diagonal of some rows, all heads."""
-    row, K = indices(REGISTER, 0), refs.d_state.shape[2]
+    row, K = rows(REGISTER), refs.d_state.shape[2]
     parts = [[] for _ in heads]
     for start in range(at.start, at.stop, ROWS):
         lanes = (row + np.int32(start - 1)) & np.int32(C - 1)
-        for part, packed in zip(parts, gathered):  # heads inside: they share the pattern
+        for part, packed in zip(
+            parts, gathered
+        ):  # heads inside: they share the pattern
             part.append([tiles.lane_gather(x, lanes) for x in packed])
     for head, part in zip(heads, parts):
-        own, of_q, of_bk = (jnp.concatenate([jnp.concatenate(x)] * (K // C), 1) for x in zip(*part))
+        own, of_q, of_bk = (
+            jnp.concatenate([jnp.concatenate(x)] * (K // C), 1) for x in zip(*part)
+        )
         q, k, b = load(refs, head, at)
         a = jnp.exp(read(refs.g, head, K, at))
         before = roll_rows(k, 1) * a
@@ -233,24 +244,31 @@ def neighbours(refs, heads, gathered, at):
 
 
 def small_levels(refs, head, passes):
-    n, (V, K) = head.n, refs.d_state.shape[1:]
-    leave_through_state(refs, head, passes)
-    yield
+    n, K = head.n, refs.d_state.shape[2]
+    if passes.packs:
+        leave_through_state(refs, head, passes)
+        yield
     q, k, b = load(refs, head)
     bk = b * k
     sums = tuple(refs.so_far[n, i] for i in range(3))
-    owed = registers(refs.owed[n])
+    owed = registers(refs.shared[n, :, :K])
     packed = [passes.split(tiles.pack_blocks(refs.pairs[n, i])) for i in range(2)]
-    turned = [passes.split(tiles.pack_blocks(refs.turned_pairs[n, i])) for i in range(2)]
+    turned = [
+        passes.split(tiles.pack_blocks(refs.turned_pairs[n, i])) for i in range(2)
+    ]
     for level, h in reversed(list(enumerate(IN_REGISTERS))):
         owed = levels_back.owed_in_registers(q, k, bk, sums, owed, h)
         sums = levels_back.level_in_registers(
             q, k, bk, refs.small[n, level], packed, turned, sums, h, passes
         )
         if level == 0:
-            refs.owed[n] = rows(owed)
+            refs.shared[n, :, :K] = matrix(owed)
             for i, x in enumerate(sums):
                 refs.so_far[n, i] = x
+        elif (
+            not passes.packs
+        ):  # the vector unit is busier here, and products fit between
+            leave_through_state(refs, head, passes)
         yield
     passed = refs.d_scale[head.at]
     for start in range(0, C, TILE):
@@ -260,7 +278,7 @@ def small_levels(refs, head, passes):
 
 
 def leave_through_state(refs, head, passes):
-    n, K = head.n, refs.d_state.shape[2]
+    n = head.n
     q, k, b = load(refs, head)
     P = refs.P[n]
     by_q = passes.dot(refs.turned[n, 0], q * P)
@@ -278,10 +296,12 @@ def results(refs, head, at):
     near_q, near_bk, near_k, near_g = (refs.near[n, i, at] for i in range(4))
     owing = q * dq + (b * k) * d_bk
     late = tiles.in_later_rows(K, 1)
-    owed = registers(refs.owed[n, at])
+    owed = registers(refs.shared[n, at, :K])
     passing = owed + jnp.where(late, registers(owing), registers(k * dk))
     up, down = pltpu.roll(passing, np.int32(7), 1), pltpu.roll(passing, np.int32(1), 1)
-    write(refs.dg, head, rows(owed + jnp.where(late, down, up)) + (owing + near_g), at)
+    write(
+        refs.dg, head, matrix(owed + jnp.where(late, down, up)) + (owing + near_g), at
+    )
     dq, d_bk = dq + near_q, d_bk + near_bk
     write(refs.dq, head, refs.scale[0, 0] * dq, at)
     write(refs.dk, head, dk + near_k + d_bk * b, at)

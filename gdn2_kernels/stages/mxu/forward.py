@@ -19,10 +19,18 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from gdn2_kernels.stages.mxu import tiles, tree
-from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, run, side_by_side, write
+from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, write
 from gdn2_kernels.stages.mxu.passes import PASSES
-from gdn2_kernels.stages.mxu.plain import indices
-from gdn2_kernels.stages.mxu.tiles import C, REGISTER, earlier, later, roll_lanes, roll_rows, weave
+from gdn2_kernels.stages.mxu.tiles import (
+    REGISTER,
+    C,
+    earlier,
+    later,
+    roll_lanes,
+    roll_rows,
+    weave,
+)
+from gdn2_kernels.tile import columns, f32, rows, side_by_side
 
 IN_REGISTERS = (2, 4)  # levels h whose halves are less than a register
 WHOLE_REGISTERS = (8, 16, 32, 64)
@@ -71,7 +79,7 @@ def forward_kernel(*refs, precision):
 
         @phase(number)
         def _(step=step):
-            run(side_by_side(step(refs, head, passes) for head in heads))
+            side_by_side(step(refs, head, passes) for head in heads)
 
     @pl.when(n == pl.num_programs(2) - 1)
     def _():
@@ -104,7 +112,7 @@ def scores(refs, head, passes):
     Aqk = tiles.unpack_blocks(Aqk8)
     for level, h in enumerate(WHOLE_REGISTERS):
         pairs = pairs_of_level(q, k, bk, P, U, h, passes)  # (C/2, C)
-        from_later, from_earlier = columns_of_level(h)
+        from_earlier, from_later = tiles.halves_of_block(h)
         early = jnp.where(from_later, pairs, earlier(Aqk, h))
         Aqk = weave(early, later(Aqk, h), h)
         refs.A[head.n, level] = passes.pack(pairs, from_earlier, from_later, h)
@@ -118,8 +126,10 @@ def scores(refs, head, passes):
 def pairs_of_neighbours(q, k, bk, a):
     """Level 1 and the diagonal. Returns: Aqk, A transposed, of 8 x 8 blocks, packed."""
     before = roll_rows(k, 1) * a  # the key before, decayed once
-    own, of_q, of_bk = (tiles.pack_row_sums(x) for x in (q * k, q * before, bk * before))
-    row, column = indices(REGISTER, 0), indices(REGISTER, 1) & np.int32(7)
+    own, of_q, of_bk = (
+        tiles.pack_row_sums(x) for x in (q * k, q * before, bk * before)
+    )
+    row, column = rows(REGISTER), columns(REGISTER) & np.int32(7)
     here = (column == row + 1) & ((row & np.int32(1)) == 0)
     to_key = lambda x: roll_rows(x, -1)  # noqa: E731
     Aqk = jnp.where(here, to_key(of_q), jnp.where(column == row, own, 0.0))
@@ -133,11 +143,13 @@ def pairs_in_registers(q, k, bk, P, U, h, passes):
     if passes.packs:  # later rows are free: low parts of the keys go there
         high, low = passes.split(keys)
         keys = tiles.choose_rows(h, roll_rows(low, h), high)
-    products = [passes.product(keys, x, transpose_b=True) for x in passes.split(queries)]
+    products = [
+        passes.product(keys, x, transpose_b=True) for x in passes.split(queries)
+    ]
     pairs = tiles.pack_blocks(sum(products[1:], products[0]))
     if passes.packs:
         pairs = pairs + roll_rows(pairs, -h)
-    row, column = indices(REGISTER, 0), indices(REGISTER, 1) & np.int32(7)
+    row, column = rows(REGISTER), columns(REGISTER) & np.int32(7)
     apart = row ^ column
     here = (apart >= h) & (apart < 2 * h) & (row < column)
     return pairs, roll_lanes(pairs, h), here
@@ -151,12 +163,6 @@ def pairs_of_level(q, k, bk, P, U, h, passes):
     of_bk, of_q = (passes.split(later(x, h) * decay) for x in (bk, q))
     queries = tuple(weave(early, late, h) for early, late in zip(of_bk, of_q))
     return passes.dot(earlier(k, h) * earlier(U, h), queries, transpose_b=True)
-
-
-def columns_of_level(h):
-    """Masks (C/2, C): columns of the later and of the earlier half of a key's block."""
-    block, half = indices((C // 2, C), 0) // h, indices((C // 2, C), 1) // h
-    return half == 2 * block + 1, half == 2 * block
 
 
 # ------------------------------------------------------ phase 1
@@ -196,11 +202,11 @@ def read_state(refs, head, passes):
 
 def outputs(refs, head, passes):
     V, K = refs.state.shape[1:]
-    vn = passes.dot(refs.z[head.n], refs.X[head.at].astype(jnp.float32))
+    vn = passes.dot(refs.z[head.n], f32(refs.X[head.at]))
     yield
     refs.vn[head.at] = vn.astype(refs.vn.dtype)
     vn = passes.split(vn)
-    o = passes.dot(vn, refs.Aqk[head.at].astype(jnp.float32))
+    o = passes.dot(vn, f32(refs.Aqk[head.at]))
     kg = read(refs.k, head, K) * refs.U[head.n]
     decayed = refs.state[head.n] * refs.P[head.n, C - 1 :]
     refs.state[head.n] = decayed + passes.dot(vn, kg)

@@ -2,9 +2,10 @@
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+
+from gdn2_kernels.tile import f32
 
 
 class Head(NamedTuple):
@@ -19,38 +20,15 @@ def heads_of(states):
 
 
 def read(tokens, head, D, rows=slice(None)):
-    """Channels of one head out of a block (batch, C, heads*D), as float32: a v5e has no
-    bfloat16 arithmetic.
-    """
+    """Channels of one head out of a block (batch, C, heads*D), as float32."""
     i, j = head.at
-    return tokens[i, rows, j * D : (j + 1) * D].astype(jnp.float32)
+    return f32(tokens[i, rows, j * D : (j + 1) * D])
 
 
 def write(tokens, head, x, rows=slice(None)):
     i, j = head.at
     D = x.shape[-1]
     tokens[i, rows, j * D : (j + 1) * D] = x.astype(tokens.dtype)
-
-
-def side_by_side(heads):
-    """Advance generators in step: each to its next yield, then each to the one after.
-
-    The compiler overlaps what stands near in the program. A product takes 131 cycles to
-    come back; between two yields the other heads have work that does not wait for it.
-    """
-    heads = list(heads)
-    while heads:
-        going_on = []
-        for head in heads:
-            if next(head, StopIteration) is not StopIteration:
-                going_on.append(head)
-            yield
-        heads = going_on
-
-
-def run(steps):
-    for _ in steps:
-        pass
 
 
 def spread(steps, count, others):

@@ -12,19 +12,19 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from gdn2_kernels.stages.mxu import tiles
-from gdn2_kernels.stages.mxu.plain import indices
 from gdn2_kernels.stages.mxu.tiles import (
     REGISTER,
     ROWS,
     C,
     earlier,
     later,
+    matrix,
     registers,
     roll_lanes,
     roll_rows,
-    rows,
     weave,
 )  # fmt: skip
+from gdn2_kernels.tile import columns, rows
 
 
 def owed_over_halves(q, k, bk, sums, owed, h):
@@ -51,9 +51,10 @@ def level(q, k, bk, factors, pairs, dAqk_turned, dA_turned, sums, h, passes):
 
     # Rows: queries of later halves. Columns: keys of the earlier half of their block, and
     # beside them, in its later half, the low parts.
-    block, half = indices((C // 2, C), 0) // h, indices((C // 2, C), 1) // h
-    in_early, in_late = half == 2 * block, half == 2 * block + 1
-    packed = [passes.pack_parts([later(x, h) for x in p], in_early, in_late, h) for p in pairs]
+    in_early, in_late = tiles.halves_of_block(h)
+    packed = [
+        passes.pack_parts([later(x, h) for x in p], in_early, in_late, h) for p in pairs
+    ]
     keys = tuple(weave(x, x, h) for x in passes.split(k_U))
     read = passes.packed_dot(jnp.concatenate(packed), keys)
 
@@ -88,12 +89,12 @@ def level_in_registers(q, k, bk, factors, packed, turned, sums, h, passes):
     dq, d_bk, dk = sums
     D = q.shape[1]
     late = tiles.in_later_rows(D, h)
-    P = rows(jnp.where(late, registers(factors), 0.0))
-    U = rows(jnp.where(late, 0.0, registers(factors)))
+    P = matrix(jnp.where(late, registers(factors), 0.0))
+    U = matrix(jnp.where(late, 0.0, registers(factors)))
     queries = q * P + roll_rows(bk * P, -h)  # b*k moved to the earlier rows
     keys = k * U
 
-    row, column = indices(REGISTER, 0), indices(REGISTER, 1) & np.int32(7)
+    row, column = rows(REGISTER), columns(REGISTER) & np.int32(7)
     same = ((row ^ column) & np.int32(-2 * h)) == 0
     in_early = same & ((column & np.int32(h)) == 0)
     in_late = same & ((column & np.int32(h)) != 0)

@@ -73,7 +73,9 @@ class Split:
         product = functools.partial(one_pass, transpose_b=transpose_b)
         rows = a_high.shape[0]
         if rows > 128:
-            return product(a_high, b_high) + (product(a_high, b_low) + product(a_low, b_high))
+            return product(a_high, b_high) + (
+                product(a_high, b_low) + product(a_low, b_high)
+            )
         # b_high is loaded into the unit once for both parts of a.
         by_high = product(jnp.concatenate([a_high, a_low]), b_high)
         return by_high[:rows] + (by_high[rows:] + product(a_high, b_low))

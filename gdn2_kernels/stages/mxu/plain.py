@@ -15,31 +15,23 @@ Shapes: q, k, bk, a (C, K); v, w, do (C, V); states (V, K), rows are value chann
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.experimental.pallas import tpu as pltpu
 
-from gdn2_kernels.tile import dot
-
-
-def indices(shape, axis):
-    return lax.broadcasted_iota(jnp.int32, shape, axis)
+from gdn2_kernels.tile import columns, dot, roll, rows
 
 
 def in_later_half(x, h):
     """Which rows are in the later half of their block of 2h."""
-    return (indices(x.shape, 0) & np.int32(h)) != 0
+    return (rows(x.shape) & np.int32(h)) != 0
 
 
 def swap_halves(x, h):
     """Row t holds row t xor h."""
-    up, down = np.int32(x.shape[0] - h), np.int32(h)
-    return jnp.where(in_later_half(x, h), pltpu.roll(x, down, 0), pltpu.roll(x, up, 0))
+    return jnp.where(in_later_half(x, h), roll(x, h), roll(x, -h))
 
 
 def same_block(C, h):
     """(C, C): are row and column in the same block of 2h?"""
-    shape = (C, C)
-    return ((indices(shape, 0) ^ indices(shape, 1)) & np.int32(-2 * h)) == 0
+    return ((rows((C, C)) ^ columns((C, C))) & np.int32(-2 * h)) == 0
 
 
 # ------------------------------------------------------ the tree of decays
@@ -78,7 +70,7 @@ def scores_and_inverse(q, k, bk, levels, precision):
     level h, the blocks of 2h have the inverse X - X A_h X: A itself is never formed.
     """
     C = q.shape[0]
-    on_diagonal = indices((C, C), 0) == indices((C, C), 1)
+    on_diagonal = rows((C, C)) == columns((C, C))
     Aqk = jnp.where(on_diagonal, jnp.sum(q * k, 1, keepdims=True), 0.0)  # no decay
     X = jnp.where(on_diagonal, jnp.ones((C, C), jnp.float32), 0.0)
     for n, (left, right) in enumerate(levels):
@@ -153,14 +145,14 @@ def backward_chunk(q, k, v, g, b, w, S, do, dS, residuals, precision):
     reads = jnp.concatenate([q * P, -bk * P])
     dS_in = whole * dS + dot(both, reads, precision, transpose_a=True)
 
-    first = indices(q.shape, 0) == 0
+    first = rows(q.shape) == 0
     owed = jnp.where(first, whole * jnp.sum(dS * S, 0, keepdims=True), 0.0)
     dAqk, dA = from_vn[:C], -from_vn[C:]
     dq, d_bk, dk = from_S[:C] * P, -from_S[C:] * P, dot(vn, dS, precision) * Q
     dq, dk, d_bk, dg = levels_back(
         q, k, bk, levels, dAqk, dA, dq, dk, d_bk, owed, precision
     )
-    on_diagonal = indices((C, C), 0) == indices((C, C), 1)
+    on_diagonal = rows((C, C)) == columns((C, C))
     own = jnp.sum(jnp.where(on_diagonal, dAqk, 0.0), 1, keepdims=True)
     dk = dk + own * q + b * d_bk  # a token's own write passes no decay
     return (dq + own * k, dk, w * dz, dg, k * d_bk, v * dz), dS_in

@@ -5,6 +5,7 @@ from jax.experimental import pallas as pl
 
 from gdn2_kernels.stages.mxu.heads import heads_of, read, write
 from gdn2_kernels.stages.mxu.plain import backward_chunk, forward_chunk
+from gdn2_kernels.tile import f32
 
 
 def scratch(C, K, V):
@@ -13,7 +14,23 @@ def scratch(C, K, V):
 
 
 def forward_kernel(
-    scale, q, k, v, g, b, w, initial, o, final, X, Aqk, vn, entering, state, *, precision
+    scale,
+    q,
+    k,
+    v,
+    g,
+    b,
+    w,
+    initial,
+    o,
+    final,
+    X,
+    Aqk,
+    vn,
+    entering,
+    state,
+    *,
+    precision,
 ):
     n = pl.program_id(2)
     K, V = state.shape[2], state.shape[1]
@@ -57,10 +74,10 @@ def backward_kernel(
             d_state[head.n] = d_final[head.at]
 
         q_ = read(q, head, K)
-        kept = [x[head.at].astype(jnp.float32).T for x in (X, Aqk, vn)]
+        kept = [f32(x[head.at]).T for x in (X, Aqk, vn)]
         gradients, d_state[head.n] = backward_chunk(
             scale[0, 0] * q_, read(k, head, K), read(v, head, V), read(g, head, K),
-            read(b, head, K), read(w, head, V), entering[head.at].astype(jnp.float32),
+            read(b, head, K), read(w, head, V), f32(entering[head.at]),
             read(do, head, V), d_state[head.n], kept, precision,
         )  # fmt: skip
         passed = (q_ * gradients[0]).reshape(-1, 8, K)

@@ -1,84 +1,26 @@
 """Two launches as one differentiable function."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from gdn2_kernels.environment import on_tpu
+from gdn2_kernels.stages.launch import Options, launch, on_blocks, shape_and_block
 from gdn2_kernels.stages.mxu import backward as fast_backward
 from gdn2_kernels.stages.mxu import forward as fast_forward
 from gdn2_kernels.stages.mxu import plain_kernels
-from gdn2_kernels.stages.views import (
-    check,
-    mesh_axes,
-    padded,
-    state_in,
-    state_out,
-    tokens_in,
-    tokens_out,
-)  # fmt: skip
+from gdn2_kernels.stages.views import check, refusal
 
 CHUNK_SIZE = 128  # of the fast kernels: a chunk fills a matrix unit
 SMALLEST_CHUNK = 16
-VMEM_BUDGET = 40 * 2**20  # for blocks and scratch; what a kernel may use in all:
-VMEM_LIMIT = 100 * 2**20
-MOST_HEADS = {"forward": 12, "backward": 8}  # side by side in a grid step
-
-
-class Options(NamedTuple):
-    """What a launch has to know besides its arrays; K and V are multiples of 128."""
-
-    B: int
-    H: int
-    N: int  # chunks
-    C: int  # tokens of a chunk
-    K: int
-    V: int
-    precision: str
-    interpret: object  # bool, or pltpu.InterpretParams in tests
-
-    @property
-    def kept(self):
-        """dtype of the residuals. At "default" products round them to bfloat16 anyway."""
-        return jnp.bfloat16 if self.precision == "default" else jnp.float32
-
-
-def block_and_shape(kind, options, at_once, backwards):
-    """The block of an array that a grid step works on, and its whole shape."""
-    B, H, N, C, K, V, *_ = options
-    batch, heads = at_once
-    zero = np.int32(0)  # a Python zero would be int64 under x64
-
-    def chunk(n):
-        return N - 1 - n if backwards else n
-
-    def tokens(D):
-        index = lambda b, h, n: (b, chunk(n), h)  # noqa: E731
-        return (batch, C, heads * D), index, (B, N * C, H * D)
-
-    def per_chunk(*shape):
-        index = lambda b, h, n: (b, chunk(n), h, zero, zero)  # noqa: E731
-        return (batch, None, heads, *shape), index, (B, N, H, *shape)
-
-    def per_head(*shape):
-        index = lambda b, h, n: (b, h, zero, zero)  # noqa: E731
-        return (batch, heads, *shape), index, (B, H, *shape)
-
-    return {
-        "scale": lambda: ((1, 1), lambda b, h, n: (zero, zero), (1, 1)),
-        "keys": lambda: tokens(K),
-        "values": lambda: tokens(V),
-        "square": lambda: per_chunk(C, C),
-        "turned values": lambda: per_chunk(V, C),
-        "state of a chunk": lambda: per_chunk(V, K),
-        "state of a head": lambda: per_head(V, K),
-        "row of a head": lambda: per_head(8, K),
-    }[kind]()
+VMEM_BUDGET = 37 * 2**20  # for blocks and scratch; the compiler's own comes on top
+VMEM_LIMIT = 100 * 2**20  # what a kernel may use in all
+# Heads side by side in a grid step. More would hide no more latency, and the first step's
+# blocks have no earlier step to arrive behind. Interpreted, each is compiled by itself.
+MOST_HEADS = 12
+MOST_HEADS_INTERPRETED = 2
 
 
 def heads_at_once(B, H, most):
@@ -96,83 +38,30 @@ def heads_at_once(B, H, most):
     return min(pairs, key=cost)
 
 
-def launch(name, options, inputs, outputs):
-    """One pallas_call over (batch, groups of heads, chunks in order).
-
-    name: "forward" or "backward". inputs: (kind, array), ..; outputs: (kind, dtype), ..
-    """
-    B, H, N, C, K, V, *_ = options
-    kernel = (FAST if C == CHUNK_SIZE else PLAIN)[name]
-    scratch = kernel.scratch(C, K, V)
-    at_once = heads_at_once(B, H, most_heads(name, options, inputs, outputs, scratch))
-    describe = functools.partial(
-        block_and_shape, options=options, at_once=at_once, backwards=name == "backward"
-    )
-
-    def spec(kind):
-        block, index, _ = describe(kind)
-        space = pltpu.SMEM if kind == "scale" else pltpu.VMEM
-        return pl.BlockSpec(block, index, memory_space=space)
-
-    axes = mesh_axes(inputs[0][1])
-    heads = at_once[0] * at_once[1]
-    return pl.pallas_call(
-        functools.partial(kernel.body, precision=options.precision),
-        grid=(-(-B // at_once[0]), -(-H // at_once[1]), N),
-        in_specs=[spec(kind) for kind, _ in inputs],
-        out_specs=[spec(kind) for kind, _ in outputs],
-        out_shape=[
-            jax.ShapeDtypeStruct(describe(kind)[2], dtype, **axes) for kind, dtype in outputs
-        ],
-        scratch_shapes=[pltpu.VMEM((heads, *x), jnp.float32) for x in scratch],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=(pltpu.PARALLEL, pltpu.PARALLEL, pltpu.ARBITRARY),
-            vmem_limit_bytes=VMEM_LIMIT,
-        ),
-        interpret=options.interpret,
-        name=f"gdn2_mxu_{name}_C{C}_K{K}_V{V}_heads{heads}",
-    )(*(x for _, x in inputs))
-
-
-def bytes_of_a_head(options, inputs, outputs, scratch):
+def bytes_of_a_head(dims, arrays, scratch):
     """VMEM of one head in a grid step: blocks twice, one on its way while the other is
     worked on, scratch once.
+
+    arrays: (kind, dtype), ..; scratch: float32 shapes.
     """
-    kinds = [(kind, x.dtype) for kind, x in inputs] + list(outputs)
-    total = 4 * sum(int(np.prod(shape)) for shape in scratch)
-    for kind, dtype in kinds:
-        block, *_ = block_and_shape(kind, options, (1, 1), False)
-        numbers = int(np.prod([n for n in block if n]))
+    total = 4 * sum(math.prod(shape) for shape in scratch)
+    for kind, dtype in arrays:
+        _, spec = shape_and_block(kind, dims, heads=1, batch=1)
+        numbers = math.prod(n or 1 for n in spec.block_shape)
         total += 2 * numbers * jnp.dtype(dtype).itemsize
     return total
 
 
-def most_heads(name, options, *arrays):
-    fit = VMEM_BUDGET // bytes_of_a_head(options, *arrays)
-    return max(1, min(MOST_HEADS[name], fit))
-
-
-# ------------------------------------------------------ forward and backward
-
-
-class Residuals(NamedTuple):
-    """What the backward launch is given besides the inputs; float32, or bfloat16 at
-    precision "default", whose products round them anyway.
-    """
-
-    X: jax.Array  # (B, N, H, C, C), transposed
-    Aqk: jax.Array  # (B, N, H, C, C), transposed
-    vn: jax.Array  # (B, N, H, V, C), transposed
-    entering: jax.Array  # (B, N, H, V, K) state entering each chunk
-
-
-RESIDUALS = ("square", "square", "turned values", "state of a chunk")
-KINDS = ("keys", "keys", "values", "keys", "keys", "values")  # of q, k, v, g, b, w
+def most_heads(options, *arrays_and_scratch):
+    """As many as are of use and fit."""
+    most = MOST_HEADS_INTERPRETED if options.interpret else MOST_HEADS
+    fit = VMEM_BUDGET // bytes_of_a_head(options.dims, *arrays_and_scratch)
+    return max(1, min(most, fit))
 
 
 class Kernel(NamedTuple):
     body: object  # of (scale, inputs, outputs, scratch refs), precision
-    scratch: object  # of (C, K, V): float32 scratch shapes of one head
+    scratch: object  # of (C, K, V): float32 shapes of one head
 
 
 FAST = {
@@ -185,24 +74,83 @@ PLAIN = {
 }
 
 
+def launch_one(name, options, inputs, outputs):
+    """The launch "forward" or "backward". inputs: (kind, array), ..; outputs: (kind,
+    dtype), ..
+    """
+    dims = options.dims
+    kernel = (FAST if dims.C == CHUNK_SIZE else PLAIN)[name]
+    scratch = kernel.scratch(dims.C, dims.K, dims.V)
+    arrays = [(kind, x.dtype) for kind, x in inputs] + outputs
+    batch, heads = heads_at_once(dims.B, dims.H, most_heads(options, arrays, scratch))
+    return launch(
+        functools.partial(kernel.body, precision=options.precision),
+        options,
+        inputs,
+        outputs,
+        scratch=scratch,
+        heads=heads,
+        batch=batch,
+        in_order=True,
+        backwards=name == "backward",
+        vmem_limit=VMEM_LIMIT,
+        name=f"gdn2_mxu_{name}",
+        flops=flops(dims) * (1 if name == "forward" else 2),
+        exps=dims.C * dims.K,
+    )
+
+
+def flops(dims):
+    """Of the forward launch, one chunk of one head; the backward one has about twice as
+    many.
+    """
+    _, _, _, C, K, V = dims
+    levels = C.bit_length() - 1
+    return 6 * C * K * V + 4 * C**2 * V + levels * (C**2 * K + 2 * C**3)
+
+
+# ------------------------------------------------------ forward and backward
+
+
+class Residuals(NamedTuple):
+    """What the backward launch is given besides the inputs; float32, or bfloat16 at
+    precision "default", whose products round them anyway.
+    """
+
+    X: jax.Array  # (B, H, N, C, C), transposed
+    Aqk: jax.Array  # (B, H, N, C, C), transposed
+    vn: jax.Array  # (B, H, N, V, C), transposed
+    entering: jax.Array  # (B, H, N, V, K) state entering each chunk
+
+
+RESIDUALS = ("square", "square", "turned values", "state")
+
+
+def kept_dtype(options):
+    return jnp.bfloat16 if options.precision == "default" else jnp.float32
+
+
+KINDS = ("keys", "keys", "values", "keys", "keys", "values")  # of q, k, v, g, b, w
+
+
 def forward(q, k, v, g, b, w, scale, initial_state, options):
     """One launch. Returns: (o (B, L, H*V), final state (B, H, V, K)), `Residuals`."""
-    inputs = [("scale", scale), *zip(KINDS, (q, k, v, g, b, w))]
-    inputs.append(("state of a head", initial_state))
-    outputs = [("values", v.dtype), ("state of a head", jnp.float32)]
-    outputs += [(kind, options.kept) for kind in RESIDUALS]
-    o, final, *residuals = launch("forward", options, inputs, outputs)
+    inputs = [("number", scale), *zip(KINDS, (q, k, v, g, b, w))]
+    inputs.append(("head", initial_state))
+    outputs = [("values", v.dtype), ("head", jnp.float32)]
+    outputs += [(kind, kept_dtype(options)) for kind in RESIDUALS]
+    o, final, *residuals = launch_one("forward", options, inputs, outputs)
     return (o, final), Residuals(*residuals)
 
 
 def backward(inputs, residuals, do, d_final_state, options):
     """One launch. Returns: gradients of the six inputs, scale and the initial state."""
     *six, scale = inputs
-    arrays = [("scale", scale), *zip(KINDS, six), *zip(RESIDUALS, residuals)]
-    arrays += [("values", do), ("state of a head", d_final_state)]
+    arrays = [("number", scale), *zip(KINDS, six), *zip(RESIDUALS, residuals)]
+    arrays += [("values", do), ("head", d_final_state)]
     outputs = [(kind, x.dtype) for kind, x in zip(KINDS, six)]
-    outputs += [("state of a head", jnp.float32), ("row of a head", jnp.float32)]
-    *gradients, d_initial, d_scale = launch("backward", options, arrays, outputs)
+    outputs += [("head", jnp.float32), ("head rows", jnp.float32)]
+    *gradients, d_initial, d_scale = launch_one("backward", options, arrays, outputs)
     return *gradients, jnp.sum(d_scale).reshape(1, 1), d_initial
 
 
@@ -226,6 +174,10 @@ def _with_backward_bwd(options, kept, cotangents):
 with_backward.defvjp(_with_backward_fwd, _with_backward_bwd)
 
 
+def serves(q, v, chunk_size) -> bool:
+    return refusal("mxu", q, v, chunk_size, SMALLEST_CHUNK, CHUNK_SIZE) is None
+
+
 def mxu(q, k, v, g, b, w, scale, initial_state, *, precision, chunk_size, interpret):
     """Pairwise decay on the matrix unit. Shapes and contract as `gdn2`.
 
@@ -236,15 +188,13 @@ def mxu(q, k, v, g, b, w, scale, initial_state, *, precision, chunk_size, interp
         below 16 or above 128.
     """
     check("mxu", q, v, chunk_size, SMALLEST_CHUNK, CHUNK_SIZE)
-    B, L, H, K = q.shape
-    V = v.shape[-1]
-    C = chunk_size or CHUNK_SIZE
-    N = -(-L // C)
-    if interpret is None:
-        interpret = not on_tpu()
-    options = Options(B, H, N, C, padded(K), padded(V), precision, interpret)
-
-    inputs = [tokens_in(x, N * C) for x in (q, k, v, g, b, w)]
+    options = Options.of(
+        q, v, precision, chunk_size, interpret, smallest=CHUNK_SIZE, usual=CHUNK_SIZE
+    )
     scale = scale.astype(jnp.float32).reshape(1, 1)
-    o, final_state = with_backward(*inputs, scale, state_in(initial_state), options)
-    return tokens_out(o, L, H, V), state_out(final_state, K, V)
+
+    def run(*inputs_and_state):
+        *inputs, state = inputs_and_state
+        return with_backward(*inputs, scale, state, options)
+
+    return on_blocks(run, (q, k, v, g, b, w), initial_state, options)

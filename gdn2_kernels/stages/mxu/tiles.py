@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from gdn2_kernels.stages.mxu.plain import indices
+from gdn2_kernels.tile import columns, rows
 
 ROWS = 8  # of a register
 C = 128  # tokens of a chunk of the fast kernels, and lanes of a register
@@ -42,7 +42,7 @@ def registers(x):
     return x.reshape(-1, ROWS, x.shape[-1])
 
 
-def rows(x):
+def matrix(x):
     """Inverse of `registers`."""
     return x.reshape(-1, x.shape[-1])
 
@@ -54,18 +54,28 @@ def roll_lanes(x, by):
 
 def roll_rows(x, by):
     """Within every register, row r holds row r - by. Takes and gives (C, D)."""
-    return rows(pltpu.roll(registers(x), np.int32(by % ROWS), 1))
+    return matrix(pltpu.roll(registers(x), np.int32(by % ROWS), 1))
 
 
 def in_later_rows(D, h):
     """(8, D): rows of a register in the later half of their block of 2h, h < 8."""
-    return (indices((ROWS, D), 0) & np.int32(h)) != 0
+    return (rows((ROWS, D)) & np.int32(h)) != 0
 
 
 def choose_rows(h, late, early):
     """Later rows of one, earlier rows of the other, h < 8; (C, D)."""
     where = in_later_rows(late.shape[-1], h)
-    return rows(jnp.where(where, registers(late), registers(early)))
+    return matrix(jnp.where(where, registers(late), registers(early)))
+
+
+def halves_of_block(h):
+    """Masks (C/2, C), rows as `earlier` or `later` leave them: the columns of the earlier
+    and of the later half of a row's block of 2h.
+    """
+    shift = np.int32(h.bit_length() - 1)  # not //, which asks what chip it is for
+    block = rows((C // 2, C)) >> shift
+    half = columns((C // 2, C)) >> shift
+    return half == 2 * block, half == 2 * block + 1
 
 
 # ------------------------------------------------------ 8 x 8 blocks in one register
@@ -73,7 +83,7 @@ def choose_rows(h, late, early):
 
 def _merge(tiles):
     """(8, 128) whose lanes 8t .. 8t+7 come from the t-th of 16 registers."""
-    lane = indices(REGISTER, 1)
+    lane = columns(REGISTER)
     bit = ROWS
     while len(tiles) > 1:
         odd = (lane & np.int32(bit)) != 0
@@ -89,8 +99,10 @@ def pack_blocks(x):
 
 def unpack_blocks(packed):
     """(8, C) -> (C, C), zeros outside the blocks."""
-    block = indices(REGISTER, 1) >> np.int32(3)
-    return jnp.concatenate([jnp.where(block == t, packed, 0.0) for t in range(C // ROWS)])
+    block = columns(REGISTER) >> np.int32(3)
+    return jnp.concatenate(
+        [jnp.where(block == t, packed, 0.0) for t in range(C // ROWS)]
+    )
 
 
 def pack_row_sums(x):
@@ -105,10 +117,13 @@ def blocks_dot(packed, parts, product):
     64-row half) times the parts of a (C, D) matrix: high and low stand in one
     contraction, 64 tokens to a pass.
     """
-    lane = indices(REGISTER, 1)
+    lane = columns(REGISTER)
     turned = roll_lanes(packed, 64)
     block = (lane & np.int32(63)) >> np.int32(3)
-    first, second = jnp.where(lane < 64, packed, turned), jnp.where(lane < 64, turned, packed)
+    first, second = (
+        jnp.where(lane < 64, packed, turned),
+        jnp.where(lane < 64, turned, packed),
+    )
     results = []
     for half, start in ((first, 0), (second, 64)):
         left = jnp.concatenate([jnp.where(block == t, half, 0.0) for t in range(8)])
@@ -127,7 +142,7 @@ def inverse_of_blocks(packed):
     diagonals, packed: by substitution, on the vector unit. Yields after each gather, so
     that heads side by side share its pattern, which costs more than the gather.
     """
-    row, lane = indices(REGISTER, 0), indices(REGISTER, 1)
+    row, lane = rows(REGISTER), columns(REGISTER)
     X = jnp.where(row == (lane & np.int32(7)), jnp.ones(REGISTER, jnp.float32), 0.0)
     for j in range(ROWS - 1, 0, -1):
         column = lane_gather(packed, (lane & np.int32(~7)) | np.int32(j))

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from gdn2_kernels.stages.mxu.plain import indices
 from gdn2_kernels.stages.mxu.tiles import (
     ROWS,
     earlier,
     in_later_rows,
     later,
+    matrix,
     registers,
-    rows,
     weave,
 )  # fmt: skip
+from gdn2_kernels.tile import rows
 
 
 def first_doubling(a):
@@ -25,7 +25,7 @@ def first_doubling(a):
     D = a.shape[-1]
     x, late = registers(a), in_later_rows(D, 1)
     before, after = pltpu.roll(x, np.int32(1), 1), pltpu.roll(x, np.int32(7), 1)
-    return rows(jnp.where(late, x * before, x)), rows(jnp.where(late, 1.0, after))
+    return matrix(jnp.where(late, x * before, x)), matrix(jnp.where(late, 1.0, after))
 
 
 def doubling_in_registers(P, U, h):
@@ -35,12 +35,14 @@ def doubling_in_registers(P, U, h):
     D = P.shape[-1]
     x, u, late = registers(P), registers(U), in_later_rows(D, h)
     if h == 2:
-        first = indices((ROWS, D), 0) < 4
+        first = rows((ROWS, D)) < 4
         of_earlier = jnp.where(first, x[:, 1:2], x[:, 5:6])
         of_later = jnp.where(first, x[:, 3:4], x[:, 7:8])
     else:
         of_earlier, of_later = x[:, 3:4], x[:, 7:8]
-    return rows(jnp.where(late, x * of_earlier, x)), rows(jnp.where(late, u, u * of_later))
+    return matrix(jnp.where(late, x * of_earlier, x)), matrix(
+        jnp.where(late, u, u * of_later)
+    )
 
 
 def doubling(P, U, h):
@@ -49,4 +51,4 @@ def doubling(P, U, h):
     blocks = lambda x: x.reshape(-1, h, D)  # noqa: E731
     P0, P1, U0, U1 = (blocks(f(x, h)) for x in (P, U) for f in (earlier, later))
     P1_new, U0_new = P1 * P0[:, h - 1 :], U0 * P1[:, h - 1 :]
-    return weave(rows(P0), rows(P1_new), h), weave(rows(U0_new), rows(U1), h)
+    return weave(matrix(P0), matrix(P1_new), h), weave(matrix(U0_new), matrix(U1), h)
