@@ -24,7 +24,6 @@ import jax.numpy as jnp  # noqa: E402
 from gdn2_kernels.stages import STAGES  # noqa: E402
 from gdn2_kernels.stages.atomic_gdn2 import chunk  # noqa: E402
 from gdn2_kernels.stages.atomic_gdn2 import stage as atomic_gdn2_stage  # noqa: E402
-from gdn2_kernels.stages.mxu import stage as mxu_stage  # noqa: E402
 
 DATA = ROOT / "book" / "data" / "v5e_atomic_gdn2.json"
 CLOCK = 1.5e9  # Hz
@@ -33,7 +32,6 @@ BANDWIDTH = 819e9  # bytes per second of HBM
 SLOTS = {"MATMUL": 4, "XLU": 3, "VALU": 4, "EUP": 1, "VLOAD": 3, "VSTORE": 1}
 DEFAULTS = dict(stage="atomic_gdn2", B=4, L=2048, H=6, D=128, dtype="float32", precision="high",
                 residuals="save", heads=None, axes=3, sub=None, chunk_size=None)  # fmt: skip
-HEADS = {"atomic_gdn2": atomic_gdn2_stage.HEADS, "mxu": mxu_stage.MOST_HEADS}  # limits that an option changes
 
 CALLS = [
     *(dict(H=H) for H in range(1, 17)),
@@ -84,8 +82,8 @@ def stage_and_shapes(**options):
         extra["residuals"] = o["residuals"]
         if o["sub"]:
             chunk.SUB = atomic_gdn2_stage.SUB = o["sub"]
-    if o["heads"]:
-        HEADS[o["stage"]].update(zip(("forward", "backward"), o["heads"]))
+        if o["heads"]:
+            atomic_gdn2_stage.HEADS.update(zip(("forward", "backward"), o["heads"]))
 
     def stage(q, k, v, g, b, w, state):
         inputs = [x.reshape(B, L, H, D) for x in (q, k, v, g, b, w)]

@@ -22,7 +22,7 @@ from gdn2_kernels.stages.mxu import stage
 
 DATA = ROOT / "book" / "data" / "v5e_mxu.json"
 REPORTS = ROOT / "_build" / "record_mxu"
-# form: "fast", or "plain" for the plain kernels at any chunk size. directions: "both", or "forward".
+# form: "fast", or "plain" for the plain kernels at any chunk size. directions: "both", or "forward". heads: side by side, at most.
 DEFAULTS = {**record_cycles.DEFAULTS, "stage": "mxu", "form": "fast", "directions": "both"}
 BF16 = dict(dtype="bfloat16", precision="default")
 BEFORE = dict(stage="atomic_gdn2")
@@ -36,18 +36,19 @@ CALLS = [
     # small problems, beside the stage before
     *({**x, "B": 1, "H": H, "L": L} for H in (1, 4) for L in (128, 512) for x in ({}, BEFORE)),
     # heads side by side, and chunk sizes
-    *(dict(heads=(n, n), **x) for x in ({}, BF16) for n in (1, 2, 4, 8, 12)),
-    *(dict(D=256, heads=(n, n)) for n in (1, 2, 4)),
+    *(dict(heads=n, **x) for x in ({}, BF16) for n in (1, 2, 4, 8, 12)),
+    *(dict(D=256, heads=n) for n in (1, 2, 4)),
     *(dict(form="plain", chunk_size=C) for C in (32, 64)),
     *(dict(H=H) for H in range(1, 13) if H != 6),
 ]  # fmt: skip
 
 
-def prepared(form="fast", directions="both", **options):
-    """The two options of this file put into effect. Returns: the others."""
+def prepared(form="fast", directions="both", heads=None, **options):
+    """The options of this file put into effect. Returns: the others."""
     if form == "plain":
         stage.FAST.update(stage.PLAIN)
-    if options.get("heads"):
+    if heads:
+        stage.MOST_HEADS = heads
         stage.VMEM_BUDGET = stage.VMEM_LIMIT  # the number asked for, whatever it takes
     return {**options, "stage": options.get("stage", "mxu")}
 
