@@ -64,10 +64,21 @@ def run(x, precision="high", *, N=2, twins=False, at_once=None, interpret=True, 
     return Found(named, kept, float(d_scale[0, 0]))
 
 
-def assert_within(found, expected, bar, what=""):
+def bar(precision, case):
+    if case == "one key":
+        # Every token erases what the one before it wrote: what is left of three passes' rounding is four times as large in
+        # relation to what is left of the gradients. The stage wy, with the same products, has the same errors.
+        return 4 * BAR[precision]
+    if (precision, case) == ("highest", "per channel"):
+        # A channel decays alike at every token: the rounding of exp(g) repeats in every factor and adds up.
+        return 3e-6
+    return BAR[precision]
+
+
+def assert_within(found, expected, limit, what=""):
     for name in NAMES:
         error = relative_error(found[name], expected[name])
-        assert error <= bar, f"{what} {name}: relative L2 error {error:.2e} > {bar:.0e}"
+        assert error <= limit, f"{what} {name}: relative L2 error {error:.2e} > {limit:.0e}"
 
 
 def changed(x, **changes):
@@ -81,7 +92,7 @@ def alternating(g):
     return g
 
 
-def repeated(k):
+def one_key(k):
     return np.broadcast_to(k[:, :1], k.shape).copy()
 
 
@@ -93,7 +104,7 @@ def cases():
     """By name: a case at 128 channels, with its truth."""
     found = {gate: make(LENGTH, 128, 128, B=1, H=1, gate=gate) for gate in GATES}
     found["alternating"] = changed(found["-0"], g=alternating)
-    found["repeated keys"] = changed(found["-0.01"], k=repeated)
+    found["one key"] = changed(found["-0.01"], k=one_key)
     found["b up to 2"] = make(LENGTH, 128, 128, B=1, H=1, gate="-0.1", b_max=2.0)
     return {name: (x, truth(*x)) for name, x in found.items()}
 
@@ -102,9 +113,10 @@ def cases():
 def test_every_decay_at_128_channels(precision):
     for name, (x, wanted) in cases().items():
         found = run(x, precision).results
-        assert_within(found, wanted, BAR[precision], name)
+        assert_within(found, wanted, bar(precision, name), name)
         if precision != "default":
-            floor = max(1e-30, 1e-6 * np.abs(wanted["dg"]).mean())
+            # Below what the precision promises of a typical element, a sign hangs on rounding.
+            floor = max(1e-30, BAR[precision] * np.abs(wanted["dg"]).mean())
             assert wrong_signs(found["dg"], wanted["dg"], floor) == 0, name
 
 
@@ -272,34 +284,30 @@ def test_heads_at_once(B, most):
             assert (batch, group) == (B, H)
 
 
-SIZES = list(itertools.product((128, 256), (128, 256), PRECISIONS, (jnp.float32, jnp.bfloat16)))
+@pytest.mark.parametrize("K, V", itertools.product((128, 256), repeat=2))
+def test_a_grid_step_fits_its_share_of_vmem(monkeypatch, K, V):
+    """Blocks twice and scratch once, counted from what pallas_call is given."""
+    steps = []
 
+    def pallas_call(body, *, in_specs, out_specs, out_shape, scratch_shapes, **_):
+        def call(*arrays):
+            blocks = zip([*in_specs, *out_specs], [*arrays, *out_shape], strict=True)
+            moving = [np.prod([n for n in spec.block_shape if n]) * x.dtype.itemsize for spec, x in blocks]
+            steps.append(2 * sum(moving) + sum(np.prod(x.shape) * 4 for x in scratch_shapes))
+            return [jnp.zeros(x.shape, x.dtype) for x in out_shape]
 
-@pytest.mark.parametrize("K, V, precision, dtype", SIZES)
-def test_a_grid_step_fits_its_share_of_vmem(monkeypatch, K, V, precision, dtype):
-    """Blocks twice and scratch once, counted from what is handed to pallas_call."""
-    seen = []
-    monkeypatch.setattr(stage.pl, "pallas_call", lambda body, **k: seen.append(k) or (
-        lambda *x: [jnp.zeros(a.shape, a.dtype) for a in k["out_shape"]]))  # fmt: skip
+        return call
 
-    def both(*x):
-        outputs, kept = stage.forward(*x[:8], options)
-        return stage.backward(x[:7], kept, x[8], x[9], options)
-
-    for B, H in ((1, 1), (1, 16), (4, 6)):
-        options = stage.Options(B, H, 1, C, K, V, precision, True)
-        keys, values, state = (B, C, H * K), (B, C, H * V), (B, H, V, K)
-        shapes = [(a, dtype) for a in (keys, keys, values, keys, keys, values)]
-        shapes += [((1, 1), jnp.float32), (state, jnp.float32), (values, dtype), (state, jnp.float32)]
-        jax.eval_shape(both, *[jax.ShapeDtypeStruct(*x) for x in shapes])
-    for k in seen:
-        specs = [*k["in_specs"], *k["out_specs"]]
-        blocks = sum(np.prod([n for n in spec.block_shape if n]) for spec in specs if spec.memory_space == pltpu.VMEM)
-        scratch = sum(np.prod(x.shape) for x in k["scratch_shapes"])
-        widest = 4 * (2 * blocks + scratch)  # were all of them float32
-        assert widest <= (2 if jnp.bfloat16 in (dtype, options.kept) else 1) * stage.VMEM_BUDGET
-        assert 2 * blocks * 2 + 4 * scratch <= stage.VMEM_BUDGET
-    assert len(seen) == 6 and stage.VMEM_BUDGET <= 40 * 2**20 < stage.VMEM_LIMIT
+    monkeypatch.setattr(stage.pl, "pallas_call", pallas_call)
+    for precision, dtype in itertools.product(PRECISIONS, (jnp.float32, jnp.bfloat16)):
+        for B, H in ((1, 1), (1, 16), (4, 6)):
+            options = stage.Options(B, H, 1, C, K, V, precision, False)
+            keys, values = (jax.ShapeDtypeStruct((B, C, H * D), dtype) for D in (K, V))
+            scale, state = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1, 1), (B, H, V, K)))
+            six = keys, keys, values, keys, keys, values
+            outputs, kept = jax.eval_shape(functools.partial(stage.forward, options=options), *six, scale, state)
+            jax.eval_shape(functools.partial(stage.backward, options=options), (*six, scale), kept, values, state)
+    assert len(steps) == 36 and max(steps) <= stage.VMEM_BUDGET <= 40 * 2**20 < stage.VMEM_LIMIT
 
 
 def test_side_by_side_and_spread_run_all_to_their_ends():
