@@ -136,15 +136,3 @@ def wrong_signs(found, expected, floor=1e-30):
     """Elements of a gradient that point the wrong way although their true size is not negligible."""
     where = np.abs(expected) > floor
     return int(np.sum(np.sign(np.asarray(found, np.float64))[where] != np.sign(expected)[where]))
-
-
-def launches(fn, *args):
-    """How many pallas_call equations a function holds, in all its nested programs."""
-
-    def count(jaxpr):
-        inner = [x for eqn in jaxpr.eqns if eqn.primitive.name != "pallas_call" for x in jax.tree.leaves(
-            [*eqn.params.values()], is_leaf=lambda y: hasattr(y, "eqns") or hasattr(y, "jaxpr"))]  # fmt: skip
-        inner = [getattr(x, "jaxpr", x) for x in inner if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
-        return sum(e.primitive.name == "pallas_call" for e in jaxpr.eqns) + sum(map(count, inner))
-
-    return count(jax.make_jaxpr(fn)(*args).jaxpr)

@@ -12,9 +12,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 import gdn2_kernels as gk
 from gdn2_kernels import tile, v5e
-from gdn2_kernels.stages import views
+from gdn2_kernels.stages import launch, views
 from gdn2_kernels.stages.mxu import heads, passes, plain, stage, tiles, tree
-from helpers import GATES, NAMES, launches, make, relative_error, results, truth, wrong_signs, x64
+from helpers import GATES, NAMES, make, relative_error, results, truth, wrong_signs, x64
 
 C = stage.CHUNK_SIZE
 PRECISIONS = ("default", "high", "highest")
@@ -52,7 +52,8 @@ def run(x, precision="high", *, N=2, twins=False, at_once=None, interpret=True, 
     inputs, state, do, d_state = x
     B, L, H, K = inputs[0].shape
     V = inputs[2].shape[-1]
-    options = stage.Options(B, H, N, chunk_size, views.padded(K), views.padded(V), precision, interpret)
+    dims = launch.Dims(B, H, N, chunk_size, views.padded(K), views.padded(V))
+    options = launch.Options(dims, precision, interpret)
     *tokens, do = (views.tokens_in(jnp.asarray(a), N * chunk_size) for a in (*inputs, do))
     scale = jnp.full((1, 1), K**-0.5, jnp.float32)
     state, d_state = (views.state_in(jnp.asarray(a)) for a in (state, d_state))
@@ -71,7 +72,7 @@ def bar(precision, case):
         return 4 * BAR[precision]
     if (precision, case) == ("highest", "per channel"):
         # A channel decays alike at every token: the rounding of exp(g) repeats in every factor and adds up.
-        return 3e-6
+        return 5e-6
     return BAR[precision]
 
 
@@ -273,7 +274,7 @@ def test_batch_rows_that_do_not_exist_are_harmless():
     assert_within(run(x, at_once=(2, 1)).results, truth(*x), BAR["high"])
 
 
-@pytest.mark.parametrize("B, most", itertools.product(range(1, 9), (1, 4, 8, 12)))
+@pytest.mark.parametrize("B, most", [*itertools.product(range(1, 9), (1, 4, 8, 12))])
 def test_heads_at_once(B, most):
     for H in range(1, 17):
         batch, group = stage.heads_at_once(B, H, most)
@@ -284,7 +285,7 @@ def test_heads_at_once(B, most):
             assert (batch, group) == (B, H)
 
 
-@pytest.mark.parametrize("K, V", itertools.product((128, 256), repeat=2))
+@pytest.mark.parametrize("K, V", [*itertools.product((128, 256), repeat=2)])
 def test_a_grid_step_fits_its_share_of_vmem(monkeypatch, K, V):
     """Blocks twice and scratch once, counted from what pallas_call is given."""
     steps = []
@@ -298,10 +299,10 @@ def test_a_grid_step_fits_its_share_of_vmem(monkeypatch, K, V):
 
         return call
 
-    monkeypatch.setattr(stage.pl, "pallas_call", pallas_call)
+    monkeypatch.setattr(launch.pl, "pallas_call", pallas_call)
     for precision, dtype in itertools.product(PRECISIONS, (jnp.float32, jnp.bfloat16)):
         for B, H in ((1, 1), (1, 16), (4, 6)):
-            options = stage.Options(B, H, 1, C, K, V, precision, False)
+            options = launch.Options(launch.Dims(B, H, 1, C, K, V), precision, False)
             keys, values = (jax.ShapeDtypeStruct((B, C, H * D), dtype) for D in (K, V))
             scale, state = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1, 1), (B, H, V, K)))
             six = keys, keys, values, keys, keys, values
@@ -310,22 +311,20 @@ def test_a_grid_step_fits_its_share_of_vmem(monkeypatch, K, V):
     assert len(steps) == 36 and max(steps) <= stage.VMEM_BUDGET <= 40 * 2**20 < stage.VMEM_LIMIT
 
 
-def test_side_by_side_and_spread_run_all_to_their_ends():
+@pytest.mark.parametrize("steps, others", [(4, 8), (8, 3), (6, 6), (4, 0)])
+def test_spread_runs_all_in_order_and_evenly(steps, others):
     seen = []
 
-    def head(name, steps):
+    def head():
         for step in range(steps):
-            seen.append((step, name))
+            seen.append(("step", step))
             yield
 
-    heads.run(heads.side_by_side([head("a", 2), head("b", 3), head("c", 0)]))
-    assert seen == [(0, "a"), (0, "b"), (1, "a"), (1, "b"), (2, "b")]
-    for steps, others in ((4, 8), (8, 3), (6, 6)):
-        seen.clear()
-        between = [functools.partial(seen.append, f"other {i}") for i in range(others)]
-        heads.spread(heads.side_by_side([head("a", steps)]), steps, between)
-        assert len(seen) == steps + others
-        assert [x for x in seen if isinstance(x, str)] == [f"other {i}" for i in range(others)]
+    heads.spread(head(), steps, [functools.partial(seen.append, ("other", i)) for i in range(others)])
+    for kind, count in (("step", steps), ("other", others)):
+        assert [n for k, n in seen if k == kind] == list(range(count))
+    between = np.diff([i for i, (kind, _) in enumerate(seen) if kind == "step"])
+    assert between.max() - between.min() <= 1
 
 
 def test_one_launch_forward_and_one_backward():
@@ -334,8 +333,8 @@ def test_one_launch_forward_and_one_backward():
     def loss(*x):
         return gk.gdn2(*x, stage="mxu")[0].sum()
 
-    assert launches(loss, *inputs) == 1
-    assert launches(jax.grad(loss, argnums=range(6)), *inputs) == 2
+    assert len(v5e.launches(loss, *inputs)) == 1
+    assert len(v5e.launches(jax.grad(loss, argnums=range(6)), *inputs)) == 2
 
 
 @pytest.mark.parametrize("chunk_size, words", [(8, "16 to 128.*8"), (256, "16 to 128.*256")])
@@ -611,7 +610,8 @@ def test_packed_product_of_a_level(h, precision):
     chosen = passes.PASSES[precision]
     x, y = numbers(C // 2, C), numbers(C // 2, 128, seed=1)
     row, column = np.arange(C // 2)[:, None] // h, T[None] // h
-    early, late = column == 2 * row, column == 2 * row + 1
+    early, late = on_device(lambda: tiles.halves_of_block(h))
+    assert np.array_equal(early, column == 2 * row) and np.array_equal(late, column == 2 * row + 1)
     left = np.where(early, x, 0)  # its columns of earlier halves meet the rows of y
     wanted = left[:, T & h == 0]
 
@@ -657,7 +657,7 @@ def test_compiles_at_the_widest():
 def test_between_the_launches_lies_what_is_kept_and_nothing_else():
     """No copy of an array is made on the way in or out: the temporaries of the program are the residuals."""
     B, H, N, K = 1, 7, 8, 128
-    options = stage.Options(B, H, N, C, K, K, "default", False)
+    options = launch.Options(launch.Dims(B, H, N, C, K, K), "default", False)
 
     def both(q, k, v, g, b, w, scale, state, do, d_state):
         (o, final), kept = stage.forward(q, k, v, g, b, w, scale, state, options)
