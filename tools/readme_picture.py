@@ -11,6 +11,7 @@ STEPS = [
     ("wy", "chunks as matrix products", "#2f9266"),
     ("atomic_ops", "nine Pallas launches", "#a2569c"),
     ("atomic_gdn2", "two, the state in VMEM", "#b8860b"),
+    ("mxu", "decays as matrix products", "#1f9aa8"),
 ]
 INK = "#7d8790"
 WIDTH, ROW, INDENT = 540, 44, 32

@@ -10,6 +10,7 @@ writes book/data/v5e_atomic_gdn2.json. `python tools/record_cycles.py` prints th
 """
 
 import datetime
+import importlib.metadata
 import json
 import pathlib
 import sys
@@ -23,6 +24,7 @@ import jax.numpy as jnp  # noqa: E402
 from gdn2_kernels.stages import STAGES  # noqa: E402
 from gdn2_kernels.stages.atomic_gdn2 import chunk  # noqa: E402
 from gdn2_kernels.stages.atomic_gdn2 import stage as atomic_gdn2_stage  # noqa: E402
+from gdn2_kernels.stages.mxu import stage as mxu_stage  # noqa: E402
 
 DATA = ROOT / "book" / "data" / "v5e_atomic_gdn2.json"
 CLOCK = 1.5e9  # Hz
@@ -30,7 +32,8 @@ BANDWIDTH = 819e9  # bytes per second of HBM
 # Slots of a bundle; the matrix units are counted in cycles of four.
 SLOTS = {"MATMUL": 4, "XLU": 3, "VALU": 4, "EUP": 1, "VLOAD": 3, "VSTORE": 1}
 DEFAULTS = dict(stage="atomic_gdn2", B=4, L=2048, H=6, D=128, dtype="float32", precision="high",
-                residuals="save", heads=None, axes=3, sub=None)  # fmt: skip
+                residuals="save", heads=None, axes=3, sub=None, chunk_size=None)  # fmt: skip
+HEADS = {"atomic_gdn2": atomic_gdn2_stage.HEADS, "mxu": mxu_stage.MOST_HEADS}  # limits that an option changes
 
 CALLS = [
     *(dict(H=H) for H in range(1, 17)),
@@ -67,45 +70,60 @@ PUBLISHED = {
 }
 
 
-def gradients(**options):
-    """Results and all gradients of a stage, cotangents of both results given.
+def stage_and_shapes(**options):
+    """A stage as a function of the six inputs and the initial state. options: see `DEFAULTS`. heads: at most so many side by
+    side, (forward, backward). axes: 3 for inputs (B, L, H*D), as a projection makes them, 4 for (B, L, H, D). sub: rows of a
+    sub-block.
 
-    options: see `DEFAULTS`. heads: at most so many side by side, (forward, backward). axes: 3 for inputs (B, L, H*D), as a
-    projection makes them, 4 for (B, L, H, D). sub: rows of a sub-block.
-
-    Returns: fn, args (shapes only).
+    Returns: stage, shapes of the tokens and of the state.
     """
     o = {**DEFAULTS, **options}
     B, L, H, D = (o[x] for x in "BLHD")
     extra = {}
     if o["stage"] == "atomic_gdn2":
         extra["residuals"] = o["residuals"]
-        if o["heads"]:
-            forward, backward = o["heads"]
-            atomic_gdn2_stage.HEADS.update(forward=forward, backward=backward)
         if o["sub"]:
             chunk.SUB = atomic_gdn2_stage.SUB = o["sub"]
+    if o["heads"]:
+        HEADS[o["stage"]].update(zip(("forward", "backward"), o["heads"]))
 
     def stage(q, k, v, g, b, w, state):
         inputs = [x.reshape(B, L, H, D) for x in (q, k, v, g, b, w)]
         out, final_state = STAGES[o["stage"]](
-            *inputs, jnp.float32(D**-0.5), state, precision=o["precision"], chunk_size=None, interpret=False, **extra
-        )
+            *inputs, jnp.float32(D**-0.5), state, precision=o["precision"], chunk_size=o["chunk_size"],
+            interpret=False, **extra
+        )  # fmt: skip
         return out.reshape(q.shape), final_state
+
+    tokens = jax.ShapeDtypeStruct((B, L, H, D) if o["axes"] == 4 else (B, L, H * D), jnp.dtype(o["dtype"]))
+    return stage, tokens, jax.ShapeDtypeStruct((B, H, D, D), jnp.float32)
+
+
+def forward(**options):
+    """Results of a stage. Returns: fn, args (shapes only)."""
+    stage, tokens, state = stage_and_shapes(**options)
+    return stage, (*[tokens] * 6, state)
+
+
+def gradients(**options):
+    """Results and all gradients of a stage, cotangents of both results given. Returns: fn, args (shapes only)."""
+    stage, tokens, state = stage_and_shapes(**options)
 
     def fn(*args):
         *args, do, d_state = args
         results, pull = jax.vjp(stage, *args)
         return *results, *pull((do, d_state))
 
-    tokens = jax.ShapeDtypeStruct((B, L, H, D) if o["axes"] == 4 else (B, L, H * D), jnp.dtype(o["dtype"]))
-    state = jax.ShapeDtypeStruct((B, H, D, D), jnp.float32)
     return fn, (*[tokens] * 6, state, tokens, state)
 
 
-def row(call, report):
-    """What the chapter keeps of one report."""
-    options = {**DEFAULTS, **eval(call.split(":")[-1], {"gradients": dict})}
+def options_of(call):
+    """The options in "file.py:gradients(H=4)", defaults included."""
+    return {**DEFAULTS, **eval(call.split(":")[-1], {"gradients": dict})}
+
+
+def row(options, report):
+    """What a chapter keeps of one report."""
     launches = []
     for kernel in report["table"]:
         if kernel["kind"] != "pallas":
@@ -139,28 +157,30 @@ def row(call, report):
     }
 
 
+def provenance(what, jax_version):
+    """What a reader has to know of recorded cycles."""
+    return {
+        "how": f"{what} compiled ahead of time for one TPU v5e; cycles counted over the compiler's final bundles by a model of "
+        "the in-order core at 1.5 GHz, HBM at 819 GB/s. No TPU was involved: these are not measured times",
+        "date": datetime.date.today().isoformat(),
+        "jax": jax_version,
+        "libtpu": importlib.metadata.version("libtpu"),
+        "shapes": "B, L, H and D = K = V stand with each result; float32 and precision high, unless it says otherwise",
+    }
+
+
 def main(paths):
     rows, versions = [], set()
     for path in paths:
         for call, report in json.loads(pathlib.Path(path).read_text()).items():
             if "error" in report:
                 raise SystemExit(f"{call}: {report['error']}")
-            rows.append(row(call, report))
+            rows.append(row(options_of(call), report))
             versions.add(report["jax"])
     rows.sort(key=lambda x: [f"{x[name]:05}" if isinstance(x[name], int) else str(x[name]) for name in DEFAULTS])
     (version,) = versions
-    from importlib.metadata import version as installed
-
-    provenance = {
-        "how": "python tools/record_cycles.py on reports of its function `gradients`: forward and backward compiled ahead "
-        "of time for one TPU v5e; cycles counted over the compiler's final bundles by a model of the in-order core at "
-        "1.5 GHz, HBM at 819 GB/s. No TPU was involved: these are not measured times",
-        "date": datetime.date.today().isoformat(),
-        "jax": version,
-        "libtpu": installed("libtpu"),
-        "shapes": "B, L, H and D = K = V stand with each result; float32 and precision high, unless it says otherwise",
-    }
-    record = {"provenance": provenance, "clock": CLOCK, "bandwidth": BANDWIDTH, "published": PUBLISHED, "results": rows}
+    what = "python tools/record_cycles.py on reports of its function `gradients`: forward and backward"
+    record = {"provenance": provenance(what, version), "clock": CLOCK, "bandwidth": BANDWIDTH, "published": PUBLISHED, "results": rows}
     DATA.write_text(json.dumps(record, indent=1) + "\n")
     print("wrote", DATA)
 
