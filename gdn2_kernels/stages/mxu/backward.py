@@ -132,7 +132,7 @@ def load(refs, head, tile=slice(None)):
 def solve(refs, head, passes):
     """The tree, dz, and the gradients of all pairs."""
     n, (V, K) = head.n, refs.d_state.shape[1:]
-    build_tree(refs, head)
+    build_tree(refs, head, passes)
     do, dS = read(refs.do, head, V), refs.d_state[n]
     refs.turned[n, 0] = do.T
     refs.shared[n, :, :V] = f32(refs.vn[head.at]).T
@@ -150,12 +150,15 @@ def solve(refs, head, passes):
     refs.pairs[n, 0], refs.pairs[n, 1] = from_vn[:C], from_vn[C:]
 
 
-def build_tree(refs, head):
+def build_tree(refs, head, passes):
     n, K = head.n, refs.d_state.shape[2]
-    P, U = tree.first_doubling(jnp.exp(read(refs.g, head, K)))
+    g = read(refs.g, head, K)
+    P, U = tree.first_doubling(jnp.exp(g))
     for level, h in enumerate(IN_REGISTERS):
         refs.small[n, level] = tiles.choose_rows(h, P, U)
         P, U = tree.doubling_in_registers(P, U, h)
+    if passes.exact:
+        P, U = tree.from_sums(g)
     for level, h in enumerate(WHOLE_REGISTERS):
         refs.large[n, level] = tiles.weave(tiles.earlier(U, h), tiles.later(P, h), h)
         P, U = tree.doubling(P, U, h)

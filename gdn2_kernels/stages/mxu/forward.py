@@ -100,7 +100,8 @@ def load(refs, head):
 def scores(refs, head, passes):
     """Aqk, the levels of A, P and U, and the inverse of the 8 x 8 blocks."""
     q, k, bk = load(refs, head)
-    P = jnp.exp(read(refs.g, head, refs.state.shape[2]))
+    g = read(refs.g, head, refs.state.shape[2])
+    P = jnp.exp(g)
     Aqk8, A8 = pairs_of_neighbours(q, k, bk, P)
     P, U = tree.first_doubling(P)
     yield
@@ -109,6 +110,8 @@ def scores(refs, head, passes):
         Aqk8, A8 = jnp.where(here, of_q, Aqk8), jnp.where(here, of_bk, A8)
         P, U = tree.doubling_in_registers(P, U, h)
         yield
+    if passes.exact:
+        P, U = tree.from_sums(g)
     Aqk = tiles.unpack_blocks(Aqk8)
     for level, h in enumerate(WHOLE_REGISTERS):
         pairs = pairs_of_level(q, k, bk, P, U, h, passes)  # (C/2, C)

@@ -23,6 +23,7 @@ class Unsplit:
 
     def __init__(self, product):
         self.product = product
+        self.exact = product is exact
 
     @staticmethod
     def split(x):
@@ -60,6 +61,7 @@ class Split:
     """Three passes: high x high, high x low and low x high."""
 
     packs = True
+    exact = False
     product = staticmethod(one_pass)
 
     @staticmethod

@@ -37,9 +37,16 @@ def same_block(C, h):
 # ------------------------------------------------------ the tree of decays
 
 
-def level_factors(a):
+SUMMED = 8  # rows whose decays are summed before exp, where every digit counts
+
+
+def level_factors(a, g=None):
     """The factors of every level, finest first, and those of the whole chunk.
 
+    a: exp(g), (C, K), one exp for each token and channel. Rounding it is half a unit in
+      the last place; where g is the same at every token, so is the error, and it adds up
+      over all that is remembered.
+    g: given, blocks of SUMMED rows are exponentials of sums: an eighth of that error.
     Returns: [(left, right) of level 1, 2, .., C/2], each (C, K): `left` is the decay
       from the start of the later half through its row, zero in earlier halves; `right`
       from after its row to the end of the earlier half, zero in later ones. Then
@@ -50,6 +57,8 @@ def level_factors(a):
     levels = []
     h = 1
     while h < a.shape[0]:
+        if h == SUMMED and g is not None:
+            P, Q, whole = (jnp.exp(x) for x in sums_in_blocks(g, SUMMED))
         later = in_later_half(a, h)
         levels.append((jnp.where(later, P, 0.0), jnp.where(later, 0.0, Q)))
         other = swap_halves(whole, h)
@@ -58,6 +67,19 @@ def level_factors(a):
         whole = whole * other
         h *= 2
     return levels, P, Q
+
+
+def sums_in_blocks(g, size):
+    """Sums over a row's block of `size` rows: up to the row, after it, all. (C, K)"""
+    up_to, after, whole = g, jnp.zeros_like(g), g
+    h = 1
+    while h < size:
+        later, other = in_later_half(g, h), swap_halves(whole, h)
+        up_to = jnp.where(later, up_to + other, up_to)
+        after = jnp.where(later, after, after + other)
+        whole = whole + other
+        h *= 2
+    return up_to, after, whole
 
 
 # ------------------------------------------------------ forward
@@ -86,7 +108,7 @@ def scores_and_inverse(q, k, bk, levels, precision):
 def forward_chunk(q, k, v, g, b, w, S, precision):
     """Returns: o (C, V), state leaving (V, K), residuals (X, Aqk, vn)."""
     C, bk = q.shape[0], b * k
-    levels, P, Q = level_factors(jnp.exp(g))
+    levels, P, Q = level_factors(jnp.exp(g), g if precision == "highest" else None)
     Aqk, X = scores_and_inverse(q, k, bk, levels, precision)
     reads = jnp.concatenate([q * P, bk * P])
     from_state = dot(reads, S, precision, transpose_b=True)
@@ -133,7 +155,7 @@ def backward_chunk(q, k, v, g, b, w, S, do, dS, residuals, precision):
     """
     X, Aqk, vn = residuals
     C, bk = q.shape[0], b * k
-    levels, P, Q = level_factors(jnp.exp(g))
+    levels, P, Q = level_factors(jnp.exp(g), g if precision == "highest" else None)
     whole = P[C - 1 :]
 
     dvn = dot(Aqk, do, precision, transpose_a=True)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
+from gdn2_kernels.stages.mxu.plain import SUMMED, sums_in_blocks
 from gdn2_kernels.stages.mxu.tiles import (
     ROWS,
     earlier,
@@ -43,6 +44,14 @@ def doubling_in_registers(P, U, h):
     return matrix(jnp.where(late, x * of_earlier, x)), matrix(
         jnp.where(late, u, u * of_later)
     )
+
+
+def from_sums(g):
+    """P, U of blocks of a register as exponentials of sums of g: where every digit
+    counts, see `plain.level_factors`.
+    """
+    up_to, after, _ = sums_in_blocks(g, SUMMED)
+    return jnp.exp(up_to), jnp.exp(after)
 
 
 def doubling(P, U, h):
