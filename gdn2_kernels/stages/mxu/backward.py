@@ -32,7 +32,7 @@ from gdn2_kernels.stages.mxu.tiles import (
     roll_lanes,
     roll_rows,
 )
-from gdn2_kernels.tile import f32, in_step, rows, side_by_side
+from gdn2_kernels.tile import f32, in_step, only, rows, side_by_side
 
 TILE = 16  # rows: a register of bfloat16 numbers
 
@@ -209,14 +209,14 @@ def first_row_of(refs, head):
     n, K = head.n, refs.d_state.shape[2]
     through = jnp.sum(refs.d_state[n] * f32(refs.entering[head.at]), 0, keepdims=True)
     first = rows((ROWS, K)) == 0
-    return registers(jnp.where(first, refs.P[n, C - 1 :] * through, 0.0))
+    return registers(only(first, refs.P[n, C - 1 :] * through))
 
 
 def neighbours_to_gather(refs, head):
     """Packed blocks of which column t - 1 is, for row t: the diagonal, and level 1."""
     dAqk, dA = (tiles.pack_blocks(refs.pairs[head.n, i]) for i in range(2))
     odd = (rows(REGISTER) & np.int32(1)) != 0
-    return roll_lanes(dAqk, -1), jnp.where(odd, dAqk, 0.0), jnp.where(odd, dA, 0.0)
+    return roll_lanes(dAqk, -1), only(odd, dAqk), only(odd, dA)
 
 
 def neighbours(refs, heads, gathered, at):
@@ -298,8 +298,8 @@ def results(refs, head, at):
     dq, d_bk, dk = (refs.so_far[n, i, at] for i in range(3))
     near_q, near_bk, near_k, near_g = (refs.near[n, i, at] for i in range(4))
     owing = q * dq + (b * k) * d_bk
-    late = tiles.in_later_rows(K, 1)
     owed = registers(refs.shared[n, at, :K])
+    late = tiles.in_later_rows(owed, 1)
     passing = owed + jnp.where(late, registers(owing), registers(k * dk))
     up, down = pltpu.roll(passing, np.int32(7), 1), pltpu.roll(passing, np.int32(1), 1)
     write(

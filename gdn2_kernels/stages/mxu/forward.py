@@ -30,7 +30,7 @@ from gdn2_kernels.stages.mxu.tiles import (
     roll_rows,
     weave,
 )
-from gdn2_kernels.tile import columns, f32, rows, side_by_side
+from gdn2_kernels.tile import columns, f32, only, rows, side_by_side
 
 IN_REGISTERS = (2, 4)  # levels h whose halves are less than a register
 WHOLE_REGISTERS = (8, 16, 32, 64)
@@ -135,8 +135,8 @@ def pairs_of_neighbours(q, k, bk, a):
     row, column = rows(REGISTER), columns(REGISTER) & np.int32(7)
     here = (column == row + 1) & ((row & np.int32(1)) == 0)
     to_key = lambda x: roll_rows(x, -1)  # noqa: E731
-    Aqk = jnp.where(here, to_key(of_q), jnp.where(column == row, own, 0.0))
-    return Aqk, jnp.where(here, to_key(of_bk), 0.0)
+    Aqk = jnp.where(here, to_key(of_q), only(column == row, own))
+    return Aqk, only(here, to_key(of_bk))
 
 
 def pairs_in_registers(q, k, bk, P, U, h, passes):

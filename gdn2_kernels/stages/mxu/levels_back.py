@@ -24,7 +24,7 @@ from gdn2_kernels.stages.mxu.tiles import (
     roll_rows,
     weave,
 )  # fmt: skip
-from gdn2_kernels.tile import columns, rows
+from gdn2_kernels.tile import columns, only, rows
 
 
 def owed_over_halves(q, k, bk, sums, owed, h):
@@ -59,7 +59,7 @@ def level(q, k, bk, factors, pairs, dAqk_turned, dA_turned, sums, h, passes):
     read = passes.packed_dot(jnp.concatenate(packed), keys)
 
     # Rows: keys. Columns: queries, q in the later half, b*k moved to the earlier one.
-    moved = jnp.where(in_early, roll_lanes(earlier(dA_turned, h), -h), 0.0)
+    moved = only(in_early, roll_lanes(earlier(dA_turned, h), -h))
     turned = jnp.where(in_late, earlier(dAqk_turned, h), moved)
     queries = zip(passes.split(bk_P), passes.split(q_P))
     queries = tuple(weave(early, late, h) for early, late in queries)
@@ -75,7 +75,7 @@ def level(q, k, bk, factors, pairs, dAqk_turned, dA_turned, sums, h, passes):
 def owed_in_registers(q, k, bk, sums, owed, h):
     """The same for h < 8; `owed` (C/8, 8, K): its sum over a block of 2h rows."""
     dq, d_bk, dk = sums
-    late = tiles.in_later_rows(q.shape[1], h)
+    late = tiles.in_later_rows(owed, h)
     passing = owed + jnp.where(late, registers(q * dq + bk * d_bk), registers(k * dk))
     down = pltpu.roll(passing, np.int32(h), 1)
     up = pltpu.roll(passing, np.int32(ROWS - h), 1)
@@ -87,10 +87,10 @@ def level_in_registers(q, k, bk, factors, packed, turned, sums, h, passes):
     transposes, in 8 x 8 blocks.
     """
     dq, d_bk, dk = sums
-    D = q.shape[1]
-    late = tiles.in_later_rows(D, h)
-    P = matrix(jnp.where(late, registers(factors), 0.0))
-    U = matrix(jnp.where(late, 0.0, registers(factors)))
+    factors = registers(factors)
+    late = tiles.in_later_rows(factors, h)
+    P = matrix(only(late, factors))
+    U = matrix(only(~late, factors))
     queries = q * P + roll_rows(bk * P, -h)  # b*k moved to the earlier rows
     keys = k * U
 
@@ -106,7 +106,7 @@ def level_in_registers(q, k, bk, factors, packed, turned, sums, h, passes):
     read = passes.blocks_dot(here, keys + roll_rows(keys, h) if passes.packs else keys)
 
     both = [
-        jnp.where(in_late, x, jnp.where(in_early, roll_lanes(y, -h), 0.0))
+        jnp.where(in_late, x, only(in_early, roll_lanes(y, -h)))
         for x, y in zip(*turned)
     ]
     written = passes.blocks_dot(passes.stack_parts(both, late_row, h), queries)

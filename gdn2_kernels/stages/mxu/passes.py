@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from gdn2_kernels.stages.mxu import tiles
 from gdn2_kernels.stages.mxu.tiles import roll_lanes, roll_rows
-from gdn2_kernels.tile import exact, high_part, one_pass
+from gdn2_kernels.tile import exact, high_part, one_pass, only
 
 
 class Unsplit:
@@ -39,11 +39,11 @@ class Unsplit:
 
     @staticmethod
     def pack(x, at, low_at, by):
-        return jnp.where(at, x, 0.0)
+        return only(at, x)
 
     @staticmethod
     def pack_parts(x, at, low_at, by):
-        return jnp.where(at, x[0], 0.0)
+        return only(at, x[0])
 
     @staticmethod
     def pack_whole(x, by):
@@ -51,7 +51,7 @@ class Unsplit:
 
     @staticmethod
     def stack_parts(x, late_row, by):
-        return jnp.where(late_row, 0.0, x[0])
+        return only(~late_row, x[0])
 
     def blocks_dot(self, packed, b):
         return self.product(tiles.unpack_blocks(packed), b)
@@ -95,7 +95,7 @@ class Split:
     @staticmethod
     def pack_parts(x, at, low_at, by):
         high, low = x
-        return jnp.where(at, high, jnp.where(low_at, roll_lanes(low, by), 0.0))
+        return jnp.where(at, high, only(low_at, roll_lanes(low, by)))
 
     @staticmethod
     def pack_whole(x, by):

@@ -16,7 +16,7 @@ Shapes: q, k, bk, a (C, K); v, w, do (C, V); states (V, K), rows are value chann
 import jax.numpy as jnp
 import numpy as np
 
-from gdn2_kernels.tile import columns, dot, roll, rows
+from gdn2_kernels.tile import columns, dot, only, roll, rows
 
 
 def in_later_half(x, h):
@@ -60,7 +60,7 @@ def level_factors(a, g=None):
         if h == SUMMED and g is not None:
             P, Q, whole = (jnp.exp(x) for x in sums_in_blocks(g, SUMMED))
         later = in_later_half(a, h)
-        levels.append((jnp.where(later, P, 0.0), jnp.where(later, 0.0, Q)))
+        levels.append((only(later, P), only(~later, Q)))
         other = swap_halves(whole, h)
         P = jnp.where(later, P * other, P)
         Q = jnp.where(later, Q, Q * other)
@@ -93,14 +93,14 @@ def scores_and_inverse(q, k, bk, levels, precision):
     """
     C = q.shape[0]
     on_diagonal = rows((C, C)) == columns((C, C))
-    Aqk = jnp.where(on_diagonal, jnp.sum(q * k, 1, keepdims=True), 0.0)  # no decay
-    X = jnp.where(on_diagonal, jnp.ones((C, C), jnp.float32), 0.0)
+    Aqk = only(on_diagonal, jnp.sum(q * k, 1, keepdims=True))  # no decay
+    X = on_diagonal.astype(jnp.float32)
     for n, (left, right) in enumerate(levels):
         queries = jnp.concatenate([q * left, bk * left])
         pairs = dot(queries, k * right, precision, transpose_b=True)
         same = same_block(C, 1 << n)
-        Aqk = Aqk + jnp.where(same, pairs[:C], 0.0)
-        A_h = jnp.where(same, pairs[C:], 0.0)
+        Aqk = Aqk + only(same, pairs[:C])
+        A_h = only(same, pairs[C:])
         X = X - dot(X, dot(A_h, X, precision), precision)
     return Aqk, X
 
@@ -140,7 +140,7 @@ def levels_back(q, k, bk, levels, dAqk, dA, dq, dk, d_bk, owed, precision):
         owed = owed + swap_halves(owed + passing, h)
 
         same = same_block(C, h)
-        pairs = jnp.where(jnp.concatenate([same, same]), both, 0.0)
+        pairs = only(jnp.concatenate([same, same]), both)
         read = dot(pairs, k * right, precision)
         dq, d_bk = dq + left * read[:C], d_bk + left * read[C:]
         queries = jnp.concatenate([q * left, bk * left])
@@ -168,13 +168,13 @@ def backward_chunk(q, k, v, g, b, w, S, do, dS, residuals, precision):
     dS_in = whole * dS + dot(both, reads, precision, transpose_a=True)
 
     first = rows(q.shape) == 0
-    owed = jnp.where(first, whole * jnp.sum(dS * S, 0, keepdims=True), 0.0)
+    owed = only(first, whole * jnp.sum(dS * S, 0, keepdims=True))
     dAqk, dA = from_vn[:C], -from_vn[C:]
     dq, d_bk, dk = from_S[:C] * P, -from_S[C:] * P, dot(vn, dS, precision) * Q
     dq, dk, d_bk, dg = levels_back(
         q, k, bk, levels, dAqk, dA, dq, dk, d_bk, owed, precision
     )
     on_diagonal = rows((C, C)) == columns((C, C))
-    own = jnp.sum(jnp.where(on_diagonal, dAqk, 0.0), 1, keepdims=True)
+    own = jnp.sum(only(on_diagonal, dAqk), 1, keepdims=True)
     dk = dk + own * q + b * d_bk  # a token's own write passes no decay
     return (dq + own * k, dk, w * dz, dg, k * d_bk, v * dz), dS_in

@@ -10,9 +10,10 @@ register: block t in lanes 8t .. 8t+7.
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from gdn2_kernels.tile import columns, rows
+from gdn2_kernels.tile import columns, only, rows
 
 ROWS = 8  # of a register
 C = 128  # tokens of a chunk of the fast kernels, and lanes of a register
@@ -57,15 +58,21 @@ def roll_rows(x, by):
     return matrix(pltpu.roll(registers(x), np.int32(by % ROWS), 1))
 
 
-def in_later_rows(D, h):
-    """(8, D): rows of a register in the later half of their block of 2h, h < 8."""
-    return (rows((ROWS, D)) & np.int32(h)) != 0
+def row_of_register(x):
+    """The row within its register of each element, for x (n, 8, D)."""
+    # All three axes: under x64 a mask is not broadcast by every JAX.
+    return lax.broadcasted_iota(jnp.int32, x.shape, 1)
+
+
+def in_later_rows(x, h):
+    """Rows of registers (n, 8, D) in the later half of their block of 2h, h < 8."""
+    return (row_of_register(x) & np.int32(h)) != 0
 
 
 def choose_rows(h, late, early):
     """Later rows of one, earlier rows of the other, h < 8; (C, D)."""
-    where = in_later_rows(late.shape[-1], h)
-    return matrix(jnp.where(where, registers(late), registers(early)))
+    late, early = registers(late), registers(early)
+    return matrix(jnp.where(in_later_rows(late, h), late, early))
 
 
 def halves_of_block(h):
@@ -100,9 +107,7 @@ def pack_blocks(x):
 def unpack_blocks(packed):
     """(8, C) -> (C, C), zeros outside the blocks."""
     block = columns(REGISTER) >> np.int32(3)
-    return jnp.concatenate(
-        [jnp.where(block == t, packed, 0.0) for t in range(C // ROWS)]
-    )
+    return jnp.concatenate([only(block == t, packed) for t in range(C // ROWS)])
 
 
 def pack_row_sums(x):
@@ -126,7 +131,7 @@ def blocks_dot(packed, parts, product):
     )
     results = []
     for half, start in ((first, 0), (second, 64)):
-        left = jnp.concatenate([jnp.where(block == t, half, 0.0) for t in range(8)])
+        left = jnp.concatenate([only(block == t, half) for t in range(8)])
         right = jnp.concatenate([part[start : start + 64] for part in parts])
         results.append(product(left, right))
     return jnp.concatenate(results)
@@ -134,7 +139,18 @@ def blocks_dot(packed, parts, product):
 
 def lane_gather(x, lanes):
     """Column c holds column lanes[c] of its row."""
-    return jnp.take_along_axis(x, lanes, axis=1, mode="promise_in_bounds")
+    # jnp.take_along_axis would make the lanes 64 bits wide under x64.
+    along_lanes = lax.GatherDimensionNumbers(
+        offset_dims=(),
+        collapsed_slice_dims=(1,),
+        start_index_map=(1,),
+        operand_batching_dims=(0,),
+        start_indices_batching_dims=(0,),
+    )
+    return lax.gather(
+        x, lanes[..., None], along_lanes, slice_sizes=(1, 1),
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )  # fmt: skip
 
 
 def inverse_of_blocks(packed):
@@ -143,7 +159,7 @@ def inverse_of_blocks(packed):
     that heads side by side share its pattern, which costs more than the gather.
     """
     row, lane = rows(REGISTER), columns(REGISTER)
-    X = jnp.where(row == (lane & np.int32(7)), jnp.ones(REGISTER, jnp.float32), 0.0)
+    X = (row == (lane & np.int32(7))).astype(jnp.float32)
     for j in range(ROWS - 1, 0, -1):
         column = lane_gather(packed, (lane & np.int32(~7)) | np.int32(j))
         X = X - column * X[j : j + 1]

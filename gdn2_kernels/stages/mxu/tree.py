@@ -10,33 +10,33 @@ from jax.experimental.pallas import tpu as pltpu
 
 from gdn2_kernels.stages.mxu.plain import SUMMED, sums_in_blocks
 from gdn2_kernels.stages.mxu.tiles import (
-    ROWS,
     earlier,
     in_later_rows,
     later,
     matrix,
     registers,
+    row_of_register,
     weave,
 )  # fmt: skip
-from gdn2_kernels.tile import rows
+from gdn2_kernels.tile import only
 
 
 def first_doubling(a):
     """P, U of blocks of two rows."""
-    D = a.shape[-1]
-    x, late = registers(a), in_later_rows(D, 1)
+    x = registers(a)
+    late = in_later_rows(x, 1)
     before, after = pltpu.roll(x, np.int32(1), 1), pltpu.roll(x, np.int32(7), 1)
-    return matrix(jnp.where(late, x * before, x)), matrix(jnp.where(late, 1.0, after))
+    return matrix(jnp.where(late, x * before, x)), matrix(only(~late, after, 1))
 
 
 def doubling_in_registers(P, U, h):
     """P, U of blocks of 2h from those of h = 2 or 4: the products of whole halves are
     rows of P, broadcast to the rows they meet.
     """
-    D = P.shape[-1]
-    x, u, late = registers(P), registers(U), in_later_rows(D, h)
+    x, u = registers(P), registers(U)
+    late = in_later_rows(x, h)
     if h == 2:
-        first = rows((ROWS, D)) < 4
+        first = row_of_register(x) < 4
         of_earlier = jnp.where(first, x[:, 1:2], x[:, 5:6])
         of_later = jnp.where(first, x[:, 3:4], x[:, 7:8])
     else:
