@@ -26,7 +26,7 @@ NEEDS_NOTEBOOK_KERNEL = ["--ignore=tests/test_notebooks.py"]
 # where a level repeats another: main has the compiler as a reader has it.
 QUICK_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
-MINUTES = {"main": 40, "colab": 20, "newest": 20}
+MINUTES = {"main": 45, "colab": 35, "newest": 35}
 PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
 deadline = float("inf")  # of the level that runs
 
