@@ -118,7 +118,7 @@ def test_every_decay_at_128_channels(precision):
         assert_within(found, wanted, bar(precision, name), name)
         if precision != "default":
             # Below what the precision promises of a typical element, a sign hangs on rounding.
-            floor = max(1e-30, BAR[precision] * np.abs(wanted["dg"]).mean())
+            floor = max(1e-30, bar(precision, name) * np.abs(wanted["dg"]).mean())
             assert wrong_signs(found["dg"], wanted["dg"], floor) == 0, name
 
 

@@ -85,7 +85,7 @@ def heads_per_step(H: int, limit: int) -> int:
     return min(range(1, min(H, limit) + 1), key=cost)
 
 
-def shape_and_block(kind: str, dims: Dims, heads=None, batch=None, backwards=False):
+def shape_and_block(kind: str, dims: Dims, heads=None, backwards=False, batch=None):
     """Whole shape of an array, and the block of it that grid step (b, h, n) works on.
 
     heads: so many heads side by side, an axis of the block, or for tokens a part of the
@@ -161,7 +161,7 @@ def launch(
 
     def specs(kinds):
         return [
-            shape_and_block(kind, dims, heads, batch, backwards)[1] for kind in kinds
+            shape_and_block(kind, dims, heads, backwards, batch)[1] for kind in kinds
         ]
 
     for kind, array in inputs:
