@@ -71,9 +71,6 @@ def bar(precision, case):
         # Every token erases what the one before it wrote: what is left of three passes' rounding is four times as large in
         # relation to what is left of the gradients. The stage wy, with the same products, has the same errors.
         return 4 * BAR[precision]
-    if (precision, case) == ("highest", "per channel"):
-        # A channel decays alike at every token: the rounding of exp(g) repeats in every factor and adds up.
-        return 5e-6
     return BAR[precision]
 
 
