@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, PartitionSpec
 
 import gdn2_kernels as gk
 from gdn2_kernels import tile, v5e
@@ -642,6 +643,21 @@ def gradients(**options):
         return jnp.square(o.astype(jnp.float32)).sum() + jnp.square(state).sum()
 
     return jax.grad(loss, argnums=range(6))
+
+
+def lowered(f, *shapes):
+    return jax.jit(f).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_fast_kernels_are_lowered_under_transformations():
+    """vmap, checkpoint, and shard_map with JAX's own check of what varies over the mesh; no TPU is asked."""
+    tokens = [jax.ShapeDtypeStruct((2, 130, 1, D), jnp.float32) for D in (128, 128, 64, 128, 128, 64)]
+    batch = PartitionSpec("batch")
+    mesh = Mesh(np.array(jax.devices()[:2]), ("batch",))
+    sharded = jax.shard_map(gradients(), mesh=mesh, in_specs=batch, out_specs=batch)
+    over_rows = jax.vmap(lambda *x: gradients()(*[a[None] for a in x]))
+    for f in (sharded, over_rows, jax.checkpoint(gradients())):
+        assert lowered(f, *tokens).count("tpu_custom_call") >= 2
 
 
 @on_v5e
