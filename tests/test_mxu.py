@@ -69,8 +69,8 @@ def run(x, precision="high", *, N=2, twins=False, at_once=None, interpret=True, 
 
 def bar(precision, case):
     if case == "one key":
-        # Every token erases what the one before it wrote: what is left of three passes' rounding is four times as large in
-        # relation to what is left of the gradients. The stage wy, with the same products, has the same errors.
+        # Every token erases what the one before it wrote: what is left of three passes' rounding is four times as
+        # large in relation to what is left of the gradients. The stage wy, with the same products, has the same errors.
         return 4 * BAR[precision]
     return BAR[precision]
 
@@ -177,8 +177,8 @@ def mixed(x, y, t):
 
 @pytest.mark.parametrize("precision", ["high", "highest"])
 def test_later_tokens_change_nothing_before_them(precision):
-    """In outputs and in the gradients of a loss on earlier outputs; in a block of eight, at the end of one, of a level, of
-    a chunk. The packed products of three passes put low parts where other tokens stand: this sees them."""
+    """In outputs and in the gradients of a loss on earlier outputs; in a block of eight, at the end of one, of a level,
+    of a chunk. The packed products of three passes put low parts where other tokens stand: this sees them."""
     x, other = cases()["-1"][0], cases()["bursts"][0]
     _, state, do, d_state = x
     base = run((x[0], state, do, 0 * d_state), precision).results
@@ -256,7 +256,8 @@ def test_heads_are_independent_to_the_bit():
     order = [2, 0, 1]
     x = [a[:, :, order] for a in inputs], state[:, order], do[:, :, order], d_state[:, order]
     for name, a in run(x, at_once=(1, 1)).results.items():
-        assert np.array_equal(a, one_by_one()[name][:, order] if "state" in name else one_by_one()[name][:, :, order]), name
+        base = one_by_one()[name]
+        assert np.array_equal(a, base[:, order] if "state" in name else base[:, :, order]), name
 
 
 def test_heads_that_do_not_exist_are_harmless():
@@ -342,7 +343,7 @@ def test_chunk_sizes_refused_by_name(chunk_size, words):
 
 @pytest.mark.parametrize("twins, B, H, at_once", [(False, 3, 1, (2, 1)), (True, 1, 3, (1, 2))])
 def test_in_memory_full_of_nan(twins, B, H, at_once, capfd):
-    """What nothing has written is NaN, blocks reach outside the arrays, and reads that race with writes are reported."""
+    """What nothing has written is NaN, blocks reach outside the arrays, reads that race with writes are reported."""
     strict = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
     size = 16 if twins else C
     x = make(2 * size, 8, 16, B=B, H=H, gate="bursts")
@@ -528,9 +529,8 @@ def test_product_of_blocks_in_two_halves():
     x, right = blocks_of(numbers(C, C)), numbers(C, 256, seed=1)
     for parts in ([right, np.zeros_like(right)], [right, 0.5 * right]):
         # Of both parts the left operand has what its lanes say: low parts 64 lanes away would be added for the second.
-        found = on_device(
-            lambda x, *parts: tiles.blocks_dot(tiles.pack_blocks(x), parts, lambda a, b: tile.dot(a, b, "highest")), x, *parts
-        )  # fmt: skip
+        exact = functools.partial(tile.dot, precision="highest")
+        found = on_device(lambda x, *parts: tiles.blocks_dot(tiles.pack_blocks(x), parts, exact), x, *parts)
         np.testing.assert_allclose(found, x @ (parts[0] + parts[1]), atol=1e-4)
 
 
@@ -573,8 +573,8 @@ def test_the_tree_on_registers(gate):
 
 # ------------------------------------------------------ packed products
 #
-# Three passes drop low x low and round low parts to bfloat16: each at most 2^-18 of |a| |b|, sums in float32 as much again.
-# One pass would be off by 2^-9.
+# Three passes drop low x low and round low parts to bfloat16: each at most 2^-18 of |a| |b|, sums in float32 as much
+# again. One pass would be off by 2^-9.
 
 THREE_PASSES = 2.0**-16
 
@@ -611,9 +611,8 @@ def test_packed_product_of_a_level(h, precision):
 
     packed = on_device(lambda x, y: chosen.packed_dot(chosen.pack(x, early, late, h), twice(chosen.split(y), h)), x, y)
     whole = on_device(lambda x, y: chosen.packed_dot(chosen.pack_whole(x, h), twice(chosen.split(y), h)), left, y)
-    from_parts = on_device(
-        lambda x, y: chosen.packed_dot(chosen.pack_parts(chosen.split(x), early, late, h), twice(chosen.split(y), h)), x, y
-    )  # fmt: skip
+    pack_parts = lambda x: chosen.pack_parts(chosen.split(x), early, late, h)  # noqa: E731
+    from_parts = on_device(lambda x, y: chosen.packed_dot(pack_parts(x), twice(chosen.split(y), h)), x, y)
     for found in (packed, whole, from_parts):
         if precision == "high":
             assert_three_passes(found, wanted, y)
