@@ -80,7 +80,6 @@ def make(L, K=16, V=24, *, B=2, H=2, gate="per channel", seed=0, dtype=np.float3
     )
 
 
-@functools.partial(jax.jit, static_argnames=("stage", "precision", "chunk_size"))
 def _results(inputs, initial_state, do, d_final_state, scale, **options):
     def run(*x):
         return gk.gdn2(*x[:6], scale=scale, initial_state=x[6], **options)
@@ -89,12 +88,20 @@ def _results(inputs, initial_state, do, d_final_state, scale, **options):
     return *outputs, *pull_back((do.astype(outputs[0].dtype), d_final_state))
 
 
+_compiled = functools.partial(jax.jit, _results, static_argnames=("stage", "precision", "chunk_size"))
+_plain = _compiled()
+# An interpreted kernel is a large program that runs once: half the time goes into optimising it.
+_kernels = _compiled(compiler_options={"xla_backend_optimization_level": 0})
+
+
 def results(stage, inputs, initial_state, do, d_final_state, *, scale=None, precision="highest", chunk_size=None):
     """Dict of o, final_state and the seven gradients, as numpy arrays."""
     scale = inputs[0].shape[-1] ** -0.5 if scale is None else scale
     inputs = [jnp.asarray(x) for x in inputs]
-    found = _results(inputs, initial_state, do, d_final_state, scale, stage=stage, precision=precision,
-                     chunk_size=chunk_size)  # fmt: skip
+    run = _kernels if stage in KERNELS else _plain
+    found = run(
+        inputs, initial_state, do, d_final_state, scale, stage=stage, precision=precision, chunk_size=chunk_size
+    )
     return dict(zip(NAMES, map(np.asarray, found)))
 
 

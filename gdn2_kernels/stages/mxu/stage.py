@@ -20,7 +20,7 @@ VMEM_LIMIT = 100 * 2**20  # what a kernel may use in all
 # Heads side by side in a grid step. More would hide no more latency, and the first step's
 # blocks have no earlier step to arrive behind. Interpreted, each is compiled by itself.
 MOST_HEADS = 12
-MOST_HEADS_INTERPRETED = 2
+MOST_HEADS_INTERPRETED = 1
 
 
 def heads_at_once(B, H, most):
