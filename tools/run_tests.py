@@ -3,7 +3,8 @@
 main     the pinned versions: builds the book, then every test, the site in a browser included
 colab    the oldest versions promised, those of a stock Colab or Kaggle TPU: package tests and notebooks,
          the tests' programs compiled with less optimization
-newest   the newest JAX that a Python found here can install: package tests, compiled likewise
+newest   the newest JAX that a Python found here can install: package tests without the field reports,
+         compiled likewise
 
 Each level has a limit of time, so that a hung program fails the run instead of stopping it. On a machine slower than
 two cores TEST_PATIENCE=3 makes the limits three times as long. Extra arguments for pytest can be given in PYTEST_ARGS.
@@ -25,7 +26,8 @@ ANY_VERSION = ["--ignore=tests/test_field_reports.py"]
 NEEDS_NOTEBOOK_KERNEL = ["--ignore=tests/test_notebooks.py"]
 
 # The tests' own programs, which run once for milliseconds, compile in half the time without LLVM's optimizations. Only
-# where a level repeats another: main has the compiler as a reader has it.
+# where a level repeats another: main has the compiler as a reader has it, save for interpreted kernels
+# (tests/helpers.py).
 QUICK_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 MINUTES = {"main": 45, "colab": 35, "newest": 35}

@@ -85,6 +85,9 @@ def heads_per_step(H: int, limit: int) -> int:
     return min(range(1, min(H, limit) + 1), key=cost)
 
 
+KINDS = ("keys", "keys", "values", "keys", "keys", "values")  # of q, k, v, g, b, w
+
+
 def shape_and_block(kind: str, dims: Dims, heads=None, backwards=False, batch=None):
     """Whole shape of an array, and the block of it that grid step (b, h, n) works on.
 

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 
 from gdn2_kernels.stages.atomic_gdn2.chunk import SUB
 from gdn2_kernels.stages.atomic_gdn2.kernels import backward_kernel, forward_kernel
-from gdn2_kernels.stages.launch import Options, heads_per_step, launch, on_blocks
+from gdn2_kernels.stages.launch import (
+    KINDS,
+    Options,
+    heads_per_step,
+    launch,
+    on_blocks,
+)
 from gdn2_kernels.stages.views import check, padded
 
 CHUNK_SIZE = 64
@@ -34,7 +40,6 @@ def residual_bytes(B, L, H, K, V, chunk_size=CHUNK_SIZE, residuals="save"):
     return 4 * B * N * H * numbers
 
 
-KINDS = ("keys", "keys", "values", "keys", "keys", "values")  # of q, k, v, g, b, w
 FLOAT = jnp.float32
 
 

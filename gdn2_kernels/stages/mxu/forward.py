@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from gdn2_kernels.stages.mxu import tiles, tree
 from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, write
-from gdn2_kernels.stages.mxu.passes import PASSES
+from gdn2_kernels.stages.mxu.passes import PASSES, woven_parts
 from gdn2_kernels.stages.mxu.tiles import (
     REGISTER,
     C,
@@ -163,8 +163,7 @@ def pairs_of_level(q, k, bk, P, U, h, passes):
     later half (in columns of the earlier one) and its q.
     """
     decay = later(P, h)
-    of_bk, of_q = (passes.split(later(x, h) * decay) for x in (bk, q))
-    queries = tuple(weave(early, late, h) for early, late in zip(of_bk, of_q))
+    queries = woven_parts(passes, later(bk, h) * decay, later(q, h) * decay, h)
     return passes.dot(earlier(k, h) * earlier(U, h), queries, transpose_b=True)
 
 
@@ -176,12 +175,13 @@ def inverse(refs, head, passes):
     X = tiles.unpack_blocks(refs.X8[head.n])
     yield
     for level, h in enumerate(WHOLE_REGISTERS):
-        twice = lambda x: tuple(weave(y, y, h) for y in passes.split(x))  # noqa: E731, B023
-        half = passes.packed_dot(refs.A[head.n, level], twice(later(X, h)))
+        early, late = earlier(X, h), later(X, h)
+        twice = woven_parts(passes, late, late, h)
+        half = passes.packed_dot(refs.A[head.n, level], twice)
         yield
-        early = earlier(X, h)
-        across = passes.packed_dot(passes.pack_whole(early, h), twice(half))
-        X = weave(early - across, later(X, h), h)
+        twice = woven_parts(passes, half, half, h)
+        across = passes.packed_dot(passes.pack_whole(early, h), twice)
+        X = weave(early - across, late, h)
         yield
         if level == 0:
             read_state(refs, head, passes)

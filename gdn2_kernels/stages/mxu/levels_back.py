@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from gdn2_kernels.stages.mxu import tiles
+from gdn2_kernels.stages.mxu.passes import woven_parts
 from gdn2_kernels.stages.mxu.tiles import (
     REGISTER,
     ROWS,
@@ -55,15 +56,13 @@ def level(q, k, bk, factors, pairs, dAqk_turned, dA_turned, sums, h, passes):
     packed = [
         passes.pack_parts([later(x, h) for x in p], in_early, in_late, h) for p in pairs
     ]
-    keys = tuple(weave(x, x, h) for x in passes.split(k_U))
+    keys = woven_parts(passes, k_U, k_U, h)
     read = passes.packed_dot(jnp.concatenate(packed), keys)
 
     # Rows: keys. Columns: queries, q in the later half, b*k moved to the earlier one.
     moved = only(in_early, roll_lanes(earlier(dA_turned, h), -h))
     turned = jnp.where(in_late, earlier(dAqk_turned, h), moved)
-    queries = zip(passes.split(bk_P), passes.split(q_P))
-    queries = tuple(weave(early, late, h) for early, late in queries)
-    written = passes.dot(turned, queries)
+    written = passes.dot(turned, woven_parts(passes, bk_P, q_P, h))
 
     def add_later(x, y):
         return weave(earlier(x, h), later(x, h) + y, h)

@@ -117,4 +117,10 @@ def parts(passes, x):
     return x if isinstance(x, tuple) else passes.split(x)
 
 
+def woven_parts(passes, early, late, h):
+    """The parts of two operands (C/2, D), each pair as one of all rows."""
+    halves = zip(passes.split(early), passes.split(late))
+    return tuple(tiles.weave(x, y, h) for x, y in halves)
+
+
 PASSES = {"default": Unsplit(one_pass), "high": Split(), "highest": Unsplit(exact)}

@@ -61,25 +61,27 @@ def level_factors(a, g=None):
             P, Q, whole = (jnp.exp(x) for x in sums_in_blocks(g, SUMMED))
         later = in_later_half(a, h)
         levels.append((only(later, P), only(~later, Q)))
-        other = swap_halves(whole, h)
-        P = jnp.where(later, P * other, P)
-        Q = jnp.where(later, Q, Q * other)
-        whole = whole * other
+        P, Q, whole = merged(P, Q, whole, h, jnp.multiply)
         h *= 2
     return levels, P, Q
 
 
+def merged(up_to, after, whole, h, join):
+    """Up to a row of its block, after it, all of it: of blocks of 2h, from those of h."""
+    later, other = in_later_half(whole, h), swap_halves(whole, h)
+    up_to = jnp.where(later, join(up_to, other), up_to)
+    after = jnp.where(later, after, join(after, other))
+    return up_to, after, join(whole, other)
+
+
 def sums_in_blocks(g, size):
     """Sums over a row's block of `size` rows: up to the row, after it, all. (C, K)"""
-    up_to, after, whole = g, jnp.zeros_like(g), g
+    sums = g, jnp.zeros_like(g), g
     h = 1
     while h < size:
-        later, other = in_later_half(g, h), swap_halves(whole, h)
-        up_to = jnp.where(later, up_to + other, up_to)
-        after = jnp.where(later, after, after + other)
-        whole = whole + other
+        sums = merged(*sums, h, jnp.add)
         h *= 2
-    return up_to, after, whole
+    return sums
 
 
 # ------------------------------------------------------ forward

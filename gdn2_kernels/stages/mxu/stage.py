@@ -7,13 +7,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gdn2_kernels.stages.launch import Options, launch, on_blocks, shape_and_block
+from gdn2_kernels.stages.launch import (
+    KINDS,
+    Options,
+    launch,
+    on_blocks,
+    shape_and_block,
+)
 from gdn2_kernels.stages.mxu import backward as fast_backward
 from gdn2_kernels.stages.mxu import forward as fast_forward
-from gdn2_kernels.stages.mxu import plain_kernels
+from gdn2_kernels.stages.mxu import plain_kernels, tiles
 from gdn2_kernels.stages.views import check, refusal
 
-CHUNK_SIZE = 128  # of the fast kernels: a chunk fills a matrix unit
+CHUNK_SIZE = tiles.C  # of the fast kernels: a chunk fills a matrix unit
 SMALLEST_CHUNK = 16
 VMEM_BUDGET = 37 * 2**20  # for blocks and scratch; the compiler's own comes on top
 VMEM_LIMIT = 100 * 2**20  # what a kernel may use in all
@@ -129,8 +135,6 @@ RESIDUALS = ("square", "square", "turned values", "state")
 def kept_dtype(options):
     return jnp.bfloat16 if options.precision == "default" else jnp.float32
 
-
-KINDS = ("keys", "keys", "values", "keys", "keys", "values")  # of q, k, v, g, b, w
 
 
 def forward(q, k, v, g, b, w, scale, initial_state, options):
