@@ -59,6 +59,12 @@ class Options(NamedTuple):
         dims = Dims(B, H, -(-L // C), C, padded(K), padded(v.shape[-1]))
         return cls(dims, precision, not on_tpu() if interpret is None else interpret)
 
+    def heads_per_step(self, limit: int) -> int:
+        """`heads_per_step`, but one where kernels are interpreted as XLA programs: what
+        XLA rounds in one head would hang on the head beside it, and take longer to compile.
+        """
+        return heads_per_step(self.dims.H, 1 if self.interpret is True else limit)
+
 
 def on_blocks(run, inputs, initial_state, options: Options):
     """run(*inputs, initial_state), its arrays as kernels see them: for inputs q, k, v,

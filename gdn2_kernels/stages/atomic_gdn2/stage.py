@@ -8,13 +8,7 @@ import jax.numpy as jnp
 
 from gdn2_kernels.stages.atomic_gdn2.chunk import SUB
 from gdn2_kernels.stages.atomic_gdn2.kernels import backward_kernel, forward_kernel
-from gdn2_kernels.stages.launch import (
-    KINDS,
-    Options,
-    heads_per_step,
-    launch,
-    on_blocks,
-)
+from gdn2_kernels.stages.launch import KINDS, Options, launch, on_blocks
 from gdn2_kernels.stages.views import check, padded
 
 CHUNK_SIZE = 64
@@ -65,7 +59,7 @@ def forward(q, k, v, g, b, w, scale, initial_state, residuals, options):
         [("values", v.dtype), ("head", FLOAT), ("state", FLOAT)]
         + (kept if residuals == "save" else []),
         scratch=[(dims.V, dims.K)],
-        heads=heads_per_step(dims.H, HEADS["forward"]),
+        heads=options.heads_per_step(HEADS["forward"]),
         in_order=True,
         vmem_limit=VMEM_LIMIT,
         name="gdn2_forward",
@@ -91,7 +85,7 @@ def backward(inputs, residuals, do, d_final_state, options):
         [(kind, x.dtype) for kind, x in zip(KINDS, six)]
         + [("head", FLOAT), ("head row", FLOAT)],
         scratch=[(dims.V, dims.K), (SUB, dims.C, dims.K)],
-        heads=heads_per_step(dims.H, HEADS["backward"]),
+        heads=options.heads_per_step(HEADS["backward"]),
         in_order=True,
         backwards=True,
         vmem_limit=VMEM_LIMIT,
