@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import gdn2_kernels as gk
 from gdn2_kernels import oracle
@@ -14,6 +15,16 @@ NAMES = ("o", "final_state", *oracle.GRADIENTS)
 # Stages made of Pallas kernels: interpreted here, so a program takes longer to compile; they refuse float64 and channels
 # that are no multiple of 8.
 KERNELS = [stage for stage in gk.STAGES if stage in ("atomic_ops", "atomic_gdn2", "mxu")]
+
+# Arithmetic is the same at every version of JAX, and interpreted kernels take long to compile: most of it is tested with
+# the pinned versions only (tools/run_tests.py).
+once = pytest.mark.once
+
+
+def rest_once(values, *always):
+    """Values of a parameter, all but a few of them tested once; tuples are values of several parameters."""
+    return [x if x in always else pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=once) for x in values]
+
 
 # Relative L2 error against the float64 oracle, the same for outputs and gradients and for every decay. bfloat16 is what
 # rounding the results costs; the oracle is given the rounded inputs.
@@ -89,8 +100,11 @@ def _results(inputs, initial_state, do, d_final_state, scale, **options):
 
 
 _compiled = functools.partial(jax.jit, _results, static_argnames=("stage", "precision", "chunk_size"))
-_plain = _compiled()
-# An interpreted kernel is a large program that runs once: half the time goes into optimising it.
+# The tests' own programs are compiled in a hurry (tools/run_tests.py), save for these: here the optimised program is the
+# one to be judged. Of an interpreted kernel it is not, and half the time of compiling would go into it.
+_plain = _compiled(
+    compiler_options={"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+)
 _kernels = _compiled(compiler_options={"xla_backend_optimization_level": 0})
 
 

@@ -12,7 +12,7 @@ import gdn2_kernels as gk
 from gdn2_kernels import v5e
 from gdn2_kernels.stages import launch
 from gdn2_kernels.stages.atomic_gdn2 import stage
-from helpers import GATES, NAMES, TOLERANCE, assert_close, make, results, truth, wrong_signs
+from helpers import GATES, NAMES, TOLERANCE, assert_close, make, once, rest_once, results, truth, wrong_signs
 
 GATE_L = 70  # one shape, compiled once for each precision
 EXACT = TOLERANCE["float32", "highest"]
@@ -55,7 +55,7 @@ def test_one_launch_forward_and_one_backward():
     assert len(v5e.launches(jax.grad(forward("atomic_ops"), argnums=range(6)), *inputs)) == 9
 
 
-@pytest.mark.parametrize("precision", ["default", "high", "highest"])
+@pytest.mark.parametrize("precision", rest_once(["default", "high", "highest"], "high"))
 def test_every_decay_at_once(precision):
     for gate in GATES:
         x, wanted = case(gate)
@@ -66,12 +66,14 @@ def test_every_decay_at_once(precision):
             assert wrong_signs(found["dg"], wanted["dg"], floor) == 0
 
 
+@once
 @pytest.mark.parametrize("chunk_size", [16, 128])
 def test_every_chunk_size(chunk_size):
     x, wanted = case("bursts")
     assert_close(results("atomic_gdn2", *x, chunk_size=chunk_size), wanted, EXACT)
 
 
+@once
 def test_saved_and_recomputed_residuals_give_the_same_bits():
     x, wanted = case("per channel")
     saved, again = (with_options(x, residuals=choice) for choice in ("save", "recompute"))
@@ -111,6 +113,7 @@ def test_in_memory_full_of_nan(residuals, capfd):
     assert "RACE" not in "".join(capfd.readouterr()).upper()
 
 
+@once
 def test_gradient_of_scale_also_at_zero():
     inputs, _, do, _ = case("-1")[0]
 
@@ -128,6 +131,7 @@ def test_heads_share_a_step():
     assert [launch.heads_per_step(H, 8) for H in (1, 6, 7, 8, 9, 11, 13, 16)] == [1, 6, 7, 8, 3, 6, 7, 8]
 
 
+@once
 @pytest.mark.parametrize("H", [3, 5])
 def test_a_group_of_heads_may_reach_over_the_end(H, monkeypatch, capfd):
     """What lies there is NaN in this memory; no head sees it, and every head is right."""

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 import gdn2_kernels as gk
 from gdn2_kernels.stages import atomic_ops, launch
 from gdn2_kernels.stages.atomic_ops import backward, forward, stage, twins
-from helpers import TOLERANCE, assert_close, make, relative_error, results, truth
+from helpers import TOLERANCE, assert_close, make, once, relative_error, results, truth
 
 # Kernels take any channels when interpreted; 128 are needed by the chip alone.
 DIMS = launch.Dims(B=1, H=2, N=3, C=16, K=8, V=16)
@@ -111,6 +111,7 @@ def test_launch_in_memory_full_of_nan(name, capfd):
     assert "RACE" not in "".join(capfd.readouterr()).upper()
 
 
+@once
 @pytest.mark.parametrize("precision, bound", [("default", 2e-2), ("high", 2e-5)])
 @pytest.mark.parametrize("name", [n for n in FORWARD + BACKWARD if n not in ("scores", "scores_back", "log_decay_back")])
 def test_precision_reaches_the_products(name, precision, bound):
@@ -120,6 +121,7 @@ def test_precision_reaches_the_products(name, precision, bound):
     assert bound / 1000 < max(errors) < bound
 
 
+@once
 @pytest.mark.parametrize("name", ["scores", "scores_back", "log_decay_back"])
 def test_vector_unit_launches_know_no_precision(name):
     values = arguments()[name]
@@ -138,12 +140,14 @@ def case(gate):
     return x, truth(*x)
 
 
+@once
 @pytest.mark.parametrize("chunk_size", [8, 128])
 def test_every_chunk_size(chunk_size):
     x, wanted = case("bursts")
     assert_close(results("atomic_ops", *x, chunk_size=chunk_size), wanted, TOLERANCE["float32", "highest"])
 
 
+@once
 def test_repeated_keys_with_b_up_to_two():
     (q, k, v, g, b, w), *rest = make(GATE_L, 16, 24, B=1, H=2, gate="-0", b_max=2.0)
     x = ((q, np.broadcast_to(k[:, :1], k.shape), v, g, b, w), *rest)

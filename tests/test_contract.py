@@ -7,18 +7,30 @@ import numpy as np
 import pytest
 
 import gdn2_kernels as gk
-from helpers import GATES, KERNELS, TOLERANCE, assert_close, make, results, truth, wrong_signs, x64
+from helpers import (
+    GATES,
+    KERNELS,
+    TOLERANCE,
+    assert_close,
+    make,
+    once,
+    rest_once,
+    results,
+    truth,
+    wrong_signs,
+    x64,
+)
 
 stages = pytest.mark.parametrize("stage", gk.STAGES)
 # Two stages compute in float32 whatever the word.
+PAIRS = [(s, "highest") for s in gk.STAGES[:2]] + [(s, p) for s in gk.STAGES[2:] for p in ("default", "high", "highest")]
 stages_and_precisions = pytest.mark.parametrize(
-    "stage, precision",
-    [(s, "highest") for s in gk.STAGES[:2]] + [(s, p) for s in gk.STAGES[2:] for p in ("default", "high", "highest")],
+    "stage, precision", rest_once(PAIRS, *PAIRS[:2], *[(s, "high") for s in gk.STAGES])
 )
 L = 70  # one shape for most tests: it is compiled once
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", rest_once(GATES, "-0", "-1000", "per channel", "bursts"))
 @stages_and_precisions
 def test_every_decay(stage, precision, gate):
     x = make(L, gate=gate)
@@ -35,24 +47,30 @@ LENGTHS = [1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 65, 129, 300]
 
 @pytest.mark.parametrize(
     "stage, length",
-    [(stage, x) for stage in gk.STAGES for x in (LENGTHS if stage not in KERNELS else [1, 7, 17, 64, 129])],
+    rest_once(
+        [(stage, x) for stage in gk.STAGES for x in (LENGTHS if stage not in KERNELS else [1, 17, 129])],
+        *[(stage, 1) for stage in gk.STAGES],
+    ),
 )
 def test_every_length(stage, length):
     x = make(length, 8, 16, B=1, gate="bursts")
     assert_close(results(stage, *x), truth(*x), TOLERANCE["float32", "highest"])
 
 
-SIZES = [(8, 256), (256, 8), (48, 80), (128, 128)]
+SIZES = [(8, 256), (256, 8), (48, 80), (128, 128), (1, 3)]
+KERNEL_SIZES = [(8, 256), (256, 48)]  # 128 of both in their own tests
 
 
+@once
 @pytest.mark.parametrize(
-    "stage, K, V", [(stage, *x) for stage in gk.STAGES for x in (SIZES if stage in KERNELS else [*SIZES, (1, 3)])]
+    "stage, K, V", [(stage, *x) for stage in gk.STAGES for x in (KERNEL_SIZES if stage in KERNELS else SIZES)]
 )
 def test_every_head_size(stage, K, V):
     x = make(19, K, V, B=1, H=1)
     assert_close(results(stage, *x), truth(*x), TOLERANCE["float32", "highest"])
 
 
+@once
 @stages
 def test_erase_gate_up_to_two(stage):
     x = make(L, gate="-0.01", b_max=2.0)
@@ -99,6 +117,7 @@ def test_float64(stage):
         assert_close(found, truth(*x), TOLERANCE["float64", "default"])
 
 
+@once
 @pytest.mark.parametrize("missing", ["do", "d_final_state"])
 @stages
 def test_one_cotangent_alone(stage, missing):
@@ -110,6 +129,7 @@ def test_one_cotangent_alone(stage, missing):
         assert not found["dq"].any()
 
 
+@once
 @stages
 def test_two_runs_are_equal_and_inputs_stay(stage):
     x = make(L)
@@ -119,6 +139,7 @@ def test_two_runs_are_equal_and_inputs_stay(stage):
     assert all(np.array_equal(a, b) for a, b in zip(kept, (*x[0], *x[1:])))
 
 
+@once
 @pytest.mark.parametrize("axis", ["batch", "heads"])
 @stages
 def test_batch_and_heads_are_independent(stage, axis):
@@ -134,6 +155,7 @@ def test_batch_and_heads_are_independent(stage, axis):
 
 
 # Each cut compiles two programs: of kernels, that take longer, only one after the first token and one at a chunk's end.
+@once
 @pytest.mark.parametrize(
     "stage, cut", [(stage, x) for stage in gk.STAGES for x in ([1, 7, 32, 64, 69] if stage not in KERNELS else [1, 64])]
 )
@@ -146,6 +168,7 @@ def test_split_through_the_state(stage, cut):
     np.testing.assert_allclose(last, final_state, atol=5e-6)
 
 
+@once
 @pytest.mark.parametrize("stage", KERNELS)
 def test_later_tokens_change_nothing_before_them(stage):
     """To the bit, in outputs and in the gradients of a loss on earlier outputs; over a chunk's end and inside one."""
@@ -172,6 +195,7 @@ def at_full_width(gate):
 
 # A channel that decays alike at every token rounds alike at every token: in products of exp(g) such errors add up, a
 # hundred tokens make 2e-6 of it. These stages take exponentials of sums.
+@once
 @pytest.mark.parametrize("precision, bound", [("default", 2e-2), ("high", 2e-5), ("highest", 2e-6)])
 @pytest.mark.parametrize("stage", ["atomic_ops", "atomic_gdn2"])
 def test_errors_at_128_channels(stage, precision, bound):

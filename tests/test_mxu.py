@@ -15,7 +15,7 @@ import gdn2_kernels as gk
 from gdn2_kernels import tile, v5e
 from gdn2_kernels.stages import launch, views
 from gdn2_kernels.stages.mxu import heads, passes, plain, stage, tiles, tree
-from helpers import GATES, NAMES, make, relative_error, truth, wrong_signs, x64
+from helpers import GATES, NAMES, make, once, relative_error, rest_once, truth, wrong_signs, x64
 
 C = stage.CHUNK_SIZE
 T = np.arange(C)
@@ -109,7 +109,7 @@ def cases():
     return {name: (x, truth(*x)) for name, x in found.items()}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", rest_once(PRECISIONS, "high"))
 def test_every_decay_at_128_channels(precision):
     for name, (x, wanted) in cases().items():
         found = run(x, precision).results
@@ -120,6 +120,7 @@ def test_every_decay_at_128_channels(precision):
             assert wrong_signs(found["dg"], wanted["dg"], floor) == 0, name
 
 
+@once
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_fast_kernels_equal_their_plain_twins(precision):
     """In results and in what the forward launch keeps for the backward one."""
@@ -133,17 +134,20 @@ def test_fast_kernels_equal_their_plain_twins(precision):
         assert fast.d_scale == pytest.approx(twin.d_scale, rel=1e3 * BAR[precision], abs=1e3 * BAR[precision])
 
 
+@once
 def test_gradient_of_scale():
     x, wanted = cases()["-0.1"]
     assert run(x, "highest").d_scale == pytest.approx(128**0.5 * (wanted["o"] * x[2]).sum(), rel=1e-4)
 
 
+@once
 def test_a_long_sequence():
     """Sixteen chunks, a state carried in and its gradient carried out, hardly any decay."""
     x = make(2048, 128, 128, B=1, H=1, gate="-0.01")
     assert_within(run(x, "high", N=16).results, truth(*x), BAR["high"])
 
 
+@once
 def test_wide_keys():
     x = make(150, 256, 128, B=1, H=1, gate="per channel")
     assert_within(run(x, "high").results, truth(*x), BAR["high"])
@@ -159,6 +163,7 @@ def test_bfloat16_in_one_pass():
     assert found["o"].dtype == found["dq"].dtype == jnp.bfloat16 and found["dg"].dtype == np.float32
 
 
+@once
 @pytest.mark.parametrize("chunk_size", [16, 32, 64])
 def test_smaller_chunks_give_the_same(chunk_size):
     x = make(100, 16, 24, B=1, H=1, gate="bursts")
@@ -175,6 +180,7 @@ def mixed(x, y, t):
     return [np.concatenate([a[:, :t], b[:, t:]], 1) for a, b in zip(x[0], y[0], strict=True)]
 
 
+@once
 @pytest.mark.parametrize("precision", ["high", "highest"])
 def test_later_tokens_change_nothing_before_them(precision):
     """In outputs and in the gradients of a loss on earlier outputs; in a block of eight, at the end of one, of a level,
@@ -193,6 +199,7 @@ def test_later_tokens_change_nothing_before_them(precision):
         assert np.array_equal(first["d_initial_state"], later["d_initial_state"]), t
 
 
+@once
 def test_earlier_tokens_are_not_seen_over_a_reset():
     """-1e4 in one token, in every channel: nothing before it is seen after it, forward or backward."""
     def reset(g):
@@ -216,6 +223,7 @@ def test_two_runs_are_equal():
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True))
 
 
+@once
 def test_filling_is_no_token():
     """Chunks that are filled up, or filling altogether, give the same as the tokens alone, to the bit."""
     (inputs, state, do, d_state), _ = cases()["-0.1"]
@@ -226,6 +234,7 @@ def test_filling_is_no_token():
         assert np.array_equal(found["o"], run((inputs, state, do, d_state)).results["o"][:, :L])
 
 
+@once
 @pytest.mark.parametrize("cut", [1, 100, 128, 199])
 def test_split_through_the_state(cut):
     (inputs, state, do, d_state), wanted = cases()["bursts"]
@@ -251,6 +260,7 @@ def one_by_one():
     return run(three_heads(), at_once=(1, 1)).results
 
 
+@once
 def test_heads_are_independent_to_the_bit():
     inputs, state, do, d_state = three_heads()
     order = [2, 0, 1]
@@ -260,6 +270,7 @@ def test_heads_are_independent_to_the_bit():
         assert np.array_equal(a, base[:, order] if "state" in name else base[:, :, order]), name
 
 
+@once
 def test_heads_that_do_not_exist_are_harmless():
     """Three heads in groups of two: half of the last block lies outside the arrays, where the interpreter puts NaN."""
     found = run(three_heads(), at_once=(1, 2)).results
@@ -268,6 +279,7 @@ def test_heads_that_do_not_exist_are_harmless():
     assert_within(found, one_by_one(), BAR["highest"])
 
 
+@once
 @pytest.mark.parametrize("B, most", [*itertools.product(range(1, 9), (1, 4, 8, 12))])
 def test_heads_at_once(B, most):
     for H in range(1, 17):
@@ -279,6 +291,7 @@ def test_heads_at_once(B, most):
             assert (batch, group) == (B, H)
 
 
+@once
 @pytest.mark.parametrize("K, V", [*itertools.product((128, 256), repeat=2)])
 def test_a_grid_step_fits_its_share_of_vmem(monkeypatch, K, V):
     """Blocks twice and scratch once, counted from what pallas_call is given."""
@@ -373,6 +386,7 @@ def dense_decay(g):
 level_factors = jax.jit(plain.level_factors)
 
 
+@once
 @pytest.mark.parametrize("gate", GATES)
 def test_factors_of_the_levels(gate):
     """In [0, 1]; every pair in one level; their product is the decay of the pair, at any decay."""
@@ -425,6 +439,7 @@ def scores_and_inverse(q, k, g, b):
     return plain.scores_and_inverse(q, k, b * k, levels, "highest")
 
 
+@once
 @pytest.mark.parametrize("gate", GATES)
 def test_plain_scores_and_inverse(gate):
     (q, k, _, g, b, _), *_ = one_chunk(gate=gate)
@@ -440,6 +455,7 @@ def chunk_and_back(inputs, S, do, dS):
     return o, leaving, plain.backward_chunk(*inputs, S, do, dS, residuals, "highest")
 
 
+@once
 @pytest.mark.parametrize("gate", GATES)
 def test_plain_chunk_against_the_oracle(gate):
     inputs, state, do, d_state = one_chunk(gate=gate)
@@ -449,6 +465,7 @@ def test_plain_chunk_against_the_oracle(gate):
     assert_within(dict(zip(NAMES, found, strict=True)), truth(*given, scale=1.0), BAR["highest"])
 
 
+@once
 def test_plain_gradients_through_the_levels_alone():
     """Against autodiff of the dense definition, in float64."""
     (q, k, _, g, b, _), *_ = one_chunk(C=16, K=8, gate="-0.1")

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import gdn2_kernels as gk
-from helpers import KERNELS, make, x64
+from helpers import KERNELS, make, once, rest_once, x64
 
 INPUTS, STATE, DO, D_STATE = make(20, 8, 16, gate="-1")
 stages = pytest.mark.parametrize("stage", gk.STAGES)
@@ -68,6 +68,7 @@ def test_scan_over_pieces(stage):
     same((jnp.moveaxis(o, 0, 1).reshape(2, 20, 2, 16), state), plain(stage)[0])
 
 
+@once
 @stages
 def test_checkpoint(stage):
     same(jax.grad(jax.checkpoint(lambda x: loss(stage, x)))(INPUTS), plain(stage)[1])
@@ -98,7 +99,10 @@ SETTINGS = ["default", "high", "highest", "bfloat16", "tensorfloat32", "float32"
 
 @pytest.mark.parametrize(
     "stage, setting",
-    [(stage, x) for stage in gk.STAGES for x in (SETTINGS if stage not in KERNELS else ["bfloat16", "highest"])],
+    rest_once(
+        [(stage, x) for stage in gk.STAGES for x in (SETTINGS if stage not in KERNELS else ["bfloat16", "highest"])],
+        *[(stage, "highest") for stage in gk.STAGES],
+    ),
 )
 def test_matmul_precision_of_the_program(stage, setting):
     expected = plain(stage)
@@ -107,6 +111,7 @@ def test_matmul_precision_of_the_program(stage, setting):
     same(found, expected)
 
 
+@once
 @stages
 def test_strict_dtype_promotion(stage):
     narrow = [jnp.asarray(x, jnp.bfloat16) for x in INPUTS]

@@ -9,7 +9,7 @@ import pytest
 
 import gdn2_kernels as gk
 from gdn2_kernels.stages import wy
-from helpers import TOLERANCE, assert_close, make, results, truth, x64
+from helpers import TOLERANCE, assert_close, make, once, results, truth, x64
 
 
 def chunk(C, K=8, gate="-1", dtype=np.float64):
@@ -48,6 +48,7 @@ def test_decay_factors(gate):
                 np.testing.assert_allclose(factor[0, i] * factor[0, j], expected, rtol=1e-12)
 
 
+@once
 @pytest.mark.parametrize("gate", ["-0", "-1", "-20", "bursts"])
 def test_scores_and_inverse(gate):
     C = 32
@@ -63,6 +64,7 @@ def test_scores_and_inverse(gate):
     np.testing.assert_allclose(X[0] @ (np.eye(C) + A), np.eye(C), atol=1e-13)
 
 
+@once
 @pytest.mark.parametrize("copies, b", [(1, 1.0), (1, 2.0), (1, 0.5), (4, 1.0)])
 def test_inverse_of_repeated_keys(copies, b):
     """Powers of A reach 1e18 here, while the inverse has entries of size one."""
@@ -89,12 +91,14 @@ def test_backward_is_the_gradient_of_the_forward():
         np.testing.assert_allclose(ours, autodiff, atol=1e-12, err_msg=name)
 
 
+@once
 @pytest.mark.parametrize("chunk_size", [1, 2, 16, 128])
 def test_every_chunk_size(chunk_size):
     x = make(70, gate="bursts")
     assert_close(results("wy", *x, chunk_size=chunk_size), truth(*x), TOLERANCE["float32", "highest"])
 
 
+@once
 @pytest.mark.parametrize("chunk_size", [8, 64])
 def test_segments_hand_the_state_on(chunk_size):
     """More chunks than a segment holds, and a last segment that is partly filling."""
@@ -118,6 +122,7 @@ def test_residuals_are_what_the_docstring_says():
     assert own + six_inputs <= numbers <= 1.02 * (own + 2 * six_inputs)
 
 
+@once
 @pytest.mark.parametrize("precision", ["default", "high", "highest"])
 def test_the_past_does_not_see_the_future_bit_for_bit(precision):
     length, read = 70, 33
