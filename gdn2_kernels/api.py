@@ -5,7 +5,6 @@ import numbers
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gdn2_kernels import environment, stages, tile
@@ -145,8 +144,14 @@ def _varying_alike(*arrays):
 DTYPES = ("float32", "bfloat16", "float64")
 
 
+def _is_array(x):
+    """JAX's, traced or not, or NumPy's."""
+    numpy_like = hasattr(x, "__array__") and isinstance(getattr(x, "dtype", None), jnp.dtype)
+    return isinstance(x, jax.Array) or numpy_like
+
+
 def _array(name, x):
-    if not isinstance(x, (jax.Array, np.ndarray)):
+    if not _is_array(x):
         raise ValueError(
             f"{name}: expected a JAX or numpy array, got {type(x).__name__}"
         )
@@ -155,7 +160,7 @@ def _array(name, x):
             f"{name}: expected dtype float32 or bfloat16 (or float64 under x64), got "
             f"{x.dtype.name if x.dtype.isnative else x.dtype.str}"
         )
-    if x.dtype == np.float64 and not jax.config.jax_enable_x64:
+    if x.dtype == jnp.float64 and not jax.config.jax_enable_x64:
         # JAX would take the array and silently make it float32.
         raise ValueError(f"{name}: got float64 while jax_enable_x64 is off; cast it to float32 or switch x64 on")
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
@@ -209,10 +214,10 @@ def _check_log_decay(g):
 
 def _checked_scale(scale, K, dtype):
     if scale is None:
-        return np.asarray(K**-0.5, dtype)
+        return jnp.dtype(dtype).type(K**-0.5)
     number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
     real = (jnp.floating, jnp.integer)
-    scalar = isinstance(scale, (jax.Array, np.ndarray)) and scale.shape == ()
+    scalar = _is_array(scale) and scale.shape == ()
     if not (number or scalar and any(jnp.issubdtype(scale.dtype, x) for x in real)):
         has_shape = hasattr(scale, "shape")
         got = f"shape {scale.shape}, {scale.dtype}" if has_shape else repr(scale)
@@ -222,7 +227,7 @@ def _checked_scale(scale, K, dtype):
     if not abs(scale) <= float(jnp.finfo(dtype).max):
         name = jnp.dtype(dtype).name
         raise ValueError(f"scale: expected a number that {name} holds, got {scale}")
-    return np.asarray(float(scale), dtype)
+    return jnp.dtype(dtype).type(scale)
 
 
 def _checked_state(state, shape, dtype):

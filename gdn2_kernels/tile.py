@@ -7,7 +7,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
@@ -165,8 +164,13 @@ def from_chunks(x: jax.Array, B: int, L: int) -> jax.Array:
 
 # ------------------------------------------------------ inside a kernel
 
-# Under x64 a Python number is 64 bits wide, which the chip does not have: hence numpy's
-# int32 for the distance of a roll, and `only` in the place of a bare jnp.where.
+# Under x64 a Python number is 64 bits wide, which the chip does not have: hence
+# `int32` for the distance of a roll, and `only` in the place of a bare jnp.where.
+
+
+# NumPy's type, which makes numbers: jnp.int32 would make an array, and a kernel may not
+# hold on to one.
+int32 = jnp.dtype("int32").type
 
 
 def f32(x):
@@ -197,7 +201,7 @@ def lower(x, diagonal=True):
 
 def roll(x, down):
     """Rows moved `down` places (up if negative), around the end."""
-    return pltpu.roll(x, np.int32(down % x.shape[0]), 0)
+    return pltpu.roll(x, int32(down % x.shape[0]), 0)
 
 
 def shift(x, down):

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -19,6 +18,7 @@ from gdn2_kernels.stages.views import (
     tokens_in,
     tokens_out,
 )  # fmt: skip
+from gdn2_kernels.tile import int32
 
 
 class Dims(NamedTuple):
@@ -107,7 +107,7 @@ def shape_and_block(kind: str, dims: Dims, heads=None, backwards=False, batch=No
     one number per key channel, multiplies lanes and needs no column.
     """
     B, H, N, C, K, V = dims
-    zero = np.int32(0)  # a Python zero would be int64 under x64
+    zero = int32(0)  # a Python zero would be int64 under x64
 
     def chunk(n):
         return N - 1 - n if backwards else n

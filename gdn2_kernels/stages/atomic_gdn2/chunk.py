@@ -17,12 +17,12 @@ Shapes: q, k, bk, a (C, K); states (V, K), rows are value channels.
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from gdn2_kernels.tile import (
     columns,
     dot,
+    int32,
     only,
     roll,
     rows,
@@ -37,7 +37,7 @@ SUB = 16
 
 def row_within(shape):
     """The row within its sub-block."""
-    return rows(shape) & np.int32(SUB - 1)
+    return rows(shape) & int32(SUB - 1)
 
 
 def by_distance(step, carry, unroll, backwards=False):
