@@ -117,7 +117,7 @@ def _bound_in(top):
             found.add(x.arg)
         elif isinstance(x, ast.Name) and not isinstance(x.ctx, ast.Load):
             found.add(x.id)
-        elif isinstance(x, ast.FunctionDef) and x is not top:
+        elif isinstance(x, (ast.FunctionDef, ast.ExceptHandler)) and x is not top:
             found.add(x.name)
     return found
 

@@ -2,8 +2,8 @@
 
 import ast
 import builtins
-import importlib.util
 import json
+import pathlib
 import re
 import subprocess
 import sys
@@ -18,6 +18,7 @@ import gdn2_kernels as gk
 from gdn2_kernels import export, v5e
 from helpers import KERNELS, NAMES, TOLERANCE, assert_close, make, once, truth
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 stages = pytest.mark.parametrize("stage", gk.STAGES)
 
 
@@ -50,6 +51,7 @@ def test_everything_is_defined_and_used(stage):
     loaded = [x.id for x in ast.walk(tree) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)]
     assert defined - set(loaded) == {"gdn2"}
     bound = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name) and not isinstance(x.ctx, ast.Load)}
+    bound |= {x.name for x in ast.walk(tree) if isinstance(x, ast.ExceptHandler)}
     bound |= {x.arg for x in ast.walk(tree) if isinstance(x, ast.arg)}
     bound |= {x.name for x in ast.walk(tree) if isinstance(x, (ast.FunctionDef, ast.ClassDef))}
     bound |= {(x.asname or x.name).partition(".")[0] for node in ast.walk(tree)
@@ -67,7 +69,6 @@ class Refuse:
             raise ImportError(name)
 
 sys.meta_path.insert(0, Refuse())
-import importlib.util
 spec = importlib.util.spec_from_file_location("gdn2_file", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
@@ -125,3 +126,12 @@ def test_bad_arguments_are_named():
     inputs, *_ = make(4, 8, 8, B=1, H=1)
     with pytest.raises(ValueError, match="^stage: expected one of 'auto', 'wy', got 'mxu'"):
         load("wy").gdn2(*inputs, stage="mxu")
+
+
+@once
+def test_the_lines_of_the_page_run(monkeypatch):
+    """What the page tells readers to paste, with the quickest of the files in the place of the kernel."""
+    page = (ROOT / "book" / "copy.md").read_text()
+    [snippet] = re.findall(r"```python\n(.*?)```", page, re.S)
+    monkeypatch.setitem(sys.modules, "gdn2_mxu", load("wy"))
+    exec(snippet, {})

@@ -1,4 +1,6 @@
-"""What this book adds to the site generator: scripts served from the site, the notebook cache, a Kaggle button."""
+"""What this book adds to the site generator: scripts served from the site, the notebook cache, a Kaggle button, and the
+stages as files to copy.
+"""
 
 import notebook_cache
 import web_assets
@@ -11,6 +13,18 @@ def configure(app, config):
     config.mathjax_path = paths["mathjax"]
     config.nb_ipywidgets_js = {paths["requirejs"]: {}, "widgets.js": {}, paths["widgets"]: {}}  # loaded in this order
     config.nb_execution_cache_path = str(notebook_cache.cache_path())
+
+
+def write_exports(app):
+    """The page `copy` includes them."""
+    # Only here: the package imports JAX, which a look at the settings alone has no need of.
+    from gdn2_kernels import STAGES
+    from gdn2_kernels.export import export
+
+    folder = notebook_cache.ROOT / "_build" / "exports"
+    folder.mkdir(parents=True, exist_ok=True)
+    for stage in STAGES:
+        (folder / f"gdn2_{stage}.py").write_text(export(stage))
 
 
 def add_kaggle_button(app, page, template, context, doctree):
@@ -46,6 +60,7 @@ def add_search_script(app, page, template, context, doctree):
 
 def setup(app):
     app.connect("config-inited", configure)
+    app.connect("builder-inited", write_exports)
     app.connect("html-page-context", add_kaggle_button, priority=900)  # after the theme has made its buttons
     app.connect("html-page-context", add_search_script)
     app.connect("html-page-context", remove_thebe, priority=900)
