@@ -1,11 +1,12 @@
 # make book    build the site from nothing          make serve   look at it in a browser
-# make test    everything that is tested            make clean   remove what was generated
+# make test    everything that is tested            make lint    the linter alone
+# make clean   remove what was generated
 
 SHELL := /bin/bash
 # The pins were made for 3.11; newer versions work as well.
 PYTHON ?= $(shell sh tools/find_python.sh 3.11 3.12 3.13 3.14)
 
-.PHONY: book serve test test-main test-colab test-newest screenshots picture pins clean python
+.PHONY: book serve lint test test-main test-colab test-newest screenshots picture pins clean python
 
 book: python
 	@$(PYTHON) tools/make_venv.py .venv requirements.txt
@@ -22,6 +23,10 @@ test: python
 
 test-main test-colab test-newest: python
 	@$(PYTHON) tools/run_tests.py $(@:test-%=%)
+
+lint: python
+	@$(PYTHON) tools/make_venv.py .venv requirements.txt
+	@.venv/bin/ruff check
 
 # Pictures of every page, light, dark and at phone width, in _build/screenshots.
 screenshots: book
