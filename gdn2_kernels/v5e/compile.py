@@ -36,6 +36,8 @@ DUMP = (
     "--xla_jf_dump_to={folder} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true "
     "--xla_jf_dump_llo_html=false --xla_jf_dump_llo_pass_label_regex=final"
 )
+# The files of this folder that the numbers in a report depend on.
+MODEL = "machine parse scalar pipes walk hlo program worker".split()
 CHIPS = {"v5e:1x1": 1, "v5e:2x2": 4, "v5e:2x4": 8}
 
 
@@ -183,8 +185,8 @@ class _progress:
 def _kept(program, libtpu, topology, count) -> pathlib.Path:
     """Where the report of a program is kept, by everything that it depends on."""
     key = hashlib.sha256(program)
-    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
-        key.update(path.read_bytes())
+    for name in MODEL:
+        key.update(pathlib.Path(__file__).with_name(f"{name}.py").read_bytes())
     options = os.environ.get("LIBTPU_INIT_ARGS", ""), topology, count
     key.update(repr((jax.__version__, libtpu, *options)).encode())
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
