@@ -7,10 +7,12 @@ atomic-ops 0.2.0 and deltanet-tpu 0.3.0, which have to be installed (pip install
 What is not installed is left as it was recorded. They are no dependency, and nothing of them is here.
 """
 
+import functools
 import importlib.metadata
 import json
 import os
 import sys
+import unittest.mock
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,7 +62,29 @@ def atomic_ops(direction, B, L, H, D):
     return with_gradients(fn, tokens, state) if direction == "both" else (fn, (*[tokens] * 6, state))
 
 
-PROGRAMS = {"atomic_gdn2": ("atomic-ops", atomic_gdn2), "atomic_ops": ("atomic-ops", atomic_ops)}
+def deltanet_tpu(direction, B, L, H, D, scalar_decay, key_heads):
+    """deltanet-tpu 0.3.0 (published were times of 0.1.0): prefill, bfloat16 products."""
+    from deltanet_tpu import chunk_gdn, chunk_gdn2
+
+    keys, values = (jax.ShapeDtypeStruct((B, L, n, D), jnp.float32) for n in (key_heads, H))
+    gate = jax.ShapeDtypeStruct((B, L, H), jnp.float32)
+    function = chunk_gdn if scalar_decay else chunk_gdn2
+    options = dict(is_inference=True, output_final_state=True, qk_l2norm=True)
+
+    def fn(*args):
+        # It asks which machine it is on, and interprets its kernels elsewhere.
+        with unittest.mock.patch("jax.default_backend", lambda: "tpu"):
+            return function(*args, **options)
+
+    return fn, (keys, keys, values, gate, gate) if scalar_decay else (keys, keys, values, keys, keys, values)
+
+
+PROGRAMS = {
+    "atomic_gdn2": ("atomic-ops", atomic_gdn2),
+    "atomic_ops": ("atomic-ops", atomic_ops),
+    "deltanet_tpu gdn2": ("deltanet-tpu", functools.partial(deltanet_tpu, scalar_decay=False)),
+    "deltanet_tpu gdn": ("deltanet-tpu", functools.partial(deltanet_tpu, scalar_decay=True)),
+}
 
 
 def key(row):
@@ -78,7 +102,8 @@ def main():
             version = importlib.metadata.version(package or "")
         except (importlib.metadata.PackageNotFoundError, ValueError):
             continue
-        fn, args = function(**{name: value for name, value in named.items() if name != "program"})
+        options = {name: value for name, value in measured.items() if name in (*NAMES[1:], "key_heads")}
+        fn, args = function(**options)
         try:
             report = v5e.compile(fn, *args, timeout=1800)
         except v5e.CompileError as error:

@@ -6,6 +6,8 @@ options once per process and would be in the way of a TPU that is there: so the 
 is exported here and compiled elsewhere (`worker`).
 """
 
+import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -126,13 +128,28 @@ def _exported(fn, args, topology) -> bytes:
     def flat(*leaves):
         return jax.tree.leaves(fn(*tree.unflatten(leaves)))
 
-    exported = jax.export.export(jax.jit(flat), platforms=["tpu"])(*leaves)
+    with _a_v5e():
+        exported = jax.export.export(jax.jit(flat), platforms=["tpu"])(*leaves)
     if exported.nr_devices not in (1, CHIPS[topology]):
         raise ValueError(
             f"topology: expected one of {exported.nr_devices} chips, which the arguments "
             f"are spread over, got {topology!r} of {CHIPS[topology]}"
         )
     return bytes(exported.serialize())
+
+
+def _a_v5e():
+    """A context in which JAX knows for which chip it lowers: newer ones ask, in the
+    sign of a number for instance.
+    """
+    known = dict(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    kind = jax.sharding.AbstractDevice
+    names = {field.name for field in dataclasses.fields(kind)}
+    device = kind(**{name: x for name, x in known.items() if name in names})
+    if not jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()  # the caller's own mesh
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def _in_subprocess(program, folder, topology, count, timeout, dumps, libtpu) -> dict:

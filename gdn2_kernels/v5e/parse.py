@@ -61,7 +61,9 @@ ADDRESS = re.compile(
     r"\[?(?:(?:smem|vmem|hbm|sflag):)?\[?#(\w+)(?: \+ \$(0x[0-9a-f]+))?\]*"
 )
 INDIRECT = re.compile(r"\[smem:(%\w+)(?: \+ \$(0x[0-9a-f]+))?\]")
-GOES_TO = re.compile(r"target = \$region(\d+)|target bundleno = (\d+)")
+# libtpu before 0.0.40 writes "target bundleno = 37 (0x25), region = 24"; its numbers of
+# bundles are those before the last pass, only the region can be trusted.
+GOES_TO = re.compile(r"target = \$region(\d+)|target bundleno.* region = (\d+)")
 
 
 def signed(value: int) -> int:
@@ -149,8 +151,7 @@ def listing(text: str, utilization: str) -> Listing:
         for one in bundle:
             if one.opcode.startswith("sbr"):
                 goes_to = GOES_TO.search(one.text)
-                region, to = goes_to.groups() if goes_to else (None, None)
-                to = int(to) if to else regions.get(int(region)) if region else None
+                to = goes_to and regions.get(int(goes_to[1] or goes_to[2]))
                 if to is None:
                     unknown["branch without a target"] += 1
                 else:

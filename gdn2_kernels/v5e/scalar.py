@@ -86,7 +86,7 @@ COMPARISONS = {name: getattr(operator, name) for name in "eq ne lt le gt ge".spl
 # Names of what stays in its register, and values that are not known here on purpose.
 NOTHING = frozenset(["sphi", "pphi", "int_to_ptr"])
 OPAQUE = frozenset(
-    "reloc scalar_parameter_address inlined_call_operand sc spop".split()
+    "reloc scalar_parameter_address inlined_call_operand sc scvt spop".split()
 )
 
 
