@@ -1,35 +1,41 @@
-"""Programs whose cycles the chapter `atomic_gdn2` quotes, and the table made of them.
+"""Record the compiled cycles that the chapter `atomic_gdn2` quotes:
 
-No TPU is needed: libtpu compiles for a v5e that is not there, and a model of its in-order core counts the cycles of what
-came out. Which tool does that is not decided here. It calls a function of this file, compiles `fn(*args)` for one v5e,
-and writes a report as JSON: {"record_cycles.py:gradients(H=4)": {..}, ..} with the keys that `row` reads. Then
+    python tools/record_cycles.py            compile all of `CALLS`, write book/data/v5e_atomic_gdn2.json
+    python tools/record_cycles.py --check 1  compile the first, lay it beside what is recorded, write nothing
 
-    python tools/record_cycles.py REPORT.json ..
-
-writes book/data/v5e_atomic_gdn2.json. `python tools/record_cycles.py` prints the calls that the chapter needs.
+No TPU is needed: `gdn2_kernels.v5e` compiles for one that is not there and counts. About thirty programs, half an hour.
+Reports are kept (see v5e.compile), so that a run that broke off goes on where it stopped.
 """
 
-import datetime
-import importlib.metadata
+import argparse
 import json
+import os
 import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the programs are not run
 
 import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
 
-from gdn2_kernels.stages import STAGES  # noqa: E402
+from gdn2_kernels import v5e  # noqa: E402
 from gdn2_kernels.stages.atomic_gdn2 import chunk  # noqa: E402
 from gdn2_kernels.stages.atomic_gdn2 import stage as atomic_gdn2_stage  # noqa: E402
+from gdn2_kernels.v5e import lab, machine  # noqa: E402
+from gdn2_kernels.v5e.programs import program  # noqa: E402
 
 DATA = ROOT / "book" / "data" / "v5e_atomic_gdn2.json"
-CLOCK = 1.5e9  # Hz
-BANDWIDTH = 819e9  # bytes per second of HBM
-# Slots of a bundle; the matrix units are counted in cycles of four.
-SLOTS = {"MATMUL": 4, "XLU": 3, "VALU": 4, "EUP": 1, "VLOAD": 3, "VSTORE": 1}
+# The words of the results files, and those of a report.
+UNITS = {"XLU": "cross-lane", "VALU": "vector", "EUP": "transcendental", "VLOAD": "load", "VSTORE": "store"}
+STALLS = {
+    "matrix unit busy": "mxu_busy",
+    "product not back": "mxu_result",
+    "weights not loaded": "mxu_weights",
+    "cross-lane unit busy": "xlu_busy",
+    "cross-lane result not back": "xlu_result",
+    "transcendental not back": "eup_result",
+}
 DEFAULTS = dict(stage="atomic_gdn2", B=4, L=2048, H=6, D=128, dtype="float32", precision="high",
                 residuals="save", heads=None, axes=3, sub=None, chunk_size=None)  # fmt: skip
 
@@ -68,124 +74,93 @@ PUBLISHED = {
 }
 
 
-def stage_and_shapes(**options):
-    """A stage as a function of the six inputs and the initial state. options: see `DEFAULTS`. heads: at most so many side by
-    side, (forward, backward). axes: 3 for inputs (B, L, H*D), as a projection makes them, 4 for (B, L, H, D). sub: rows of a
-    sub-block.
-
-    Returns: stage, shapes of the tokens and of the state.
+def gradients(**options):
+    """Results and all gradients of a stage. options: see `DEFAULTS`. heads: at most so many side by side, (forward,
+    backward). sub: rows of a sub-block. Returns: fn, args (shapes only).
     """
     o = {**DEFAULTS, **options}
-    B, L, H, D = (o[x] for x in "BLHD")
-    extra = {}
-    if o["stage"] == "atomic_gdn2":
-        extra["residuals"] = o["residuals"]
-        if o["sub"]:
-            chunk.SUB = atomic_gdn2_stage.SUB = o["sub"]
-        if o["heads"]:
-            atomic_gdn2_stage.HEADS.update(zip(("forward", "backward"), o["heads"]))
-
-    def stage(q, k, v, g, b, w, state):
-        inputs = [x.reshape(B, L, H, D) for x in (q, k, v, g, b, w)]
-        out, final_state = STAGES[o["stage"]](
-            *inputs, jnp.float32(D**-0.5), state, precision=o["precision"], chunk_size=o["chunk_size"],
-            interpret=False, **extra
-        )  # fmt: skip
-        return out.reshape(q.shape), final_state
-
-    tokens = jax.ShapeDtypeStruct((B, L, H, D) if o["axes"] == 4 else (B, L, H * D), jnp.dtype(o["dtype"]))
-    return stage, tokens, jax.ShapeDtypeStruct((B, H, D, D), jnp.float32)
-
-
-def forward(**options):
-    """Results of a stage. Returns: fn, args (shapes only)."""
-    stage, tokens, state = stage_and_shapes(**options)
-    return stage, (*[tokens] * 6, state)
-
-
-def gradients(**options):
-    """Results and all gradients of a stage, cotangents of both results given. Returns: fn, args (shapes only)."""
-    stage, tokens, state = stage_and_shapes(**options)
-
-    def fn(*args):
-        *args, do, d_state = args
-        results, pull = jax.vjp(stage, *args)
-        return *results, *pull((do, d_state))
-
-    return fn, (*[tokens] * 6, state, tokens, state)
-
-
-def options_of(call):
-    """The options in "file.py:gradients(H=4)", defaults included."""
-    return {**DEFAULTS, **eval(call.split(":")[-1], {"gradients": dict})}
+    extra = {"residuals": o["residuals"]} if o["stage"] == "atomic_gdn2" else {}
+    if o["sub"]:
+        chunk.SUB = atomic_gdn2_stage.SUB = o["sub"]
+    if o["heads"]:
+        atomic_gdn2_stage.HEADS.update(zip(("forward", "backward"), o["heads"]))
+    plain = {name: value for name, value in o.items() if name not in ("residuals", "heads", "sub")}
+    return program(**plain, **extra)
 
 
 def row(options, report):
     """What a chapter keeps of one report."""
     launches = []
-    for kernel in report["table"]:
-        if kernel["kind"] != "pallas":
+    for kernel in report.launches:
+        if kernel.kind != "pallas":
             continue
+        ran = kernel.walk
         # Cycles a unit is busy, had it nothing to wait for; spills and fills are among the stores and loads.
-        units = {name: round(kernel["units"].get(name, 0) / slots) for name, slots in SLOTS.items()}
-        units["MATMUL"] = round(kernel["mxu_busy"] * kernel["sim_cycles"])
-        units["XLU"] = round(kernel["units"].get("XLU", 0) / SLOTS["XLU"])
+        units = {name: round(ran.slots[unit] / machine.SLOTS[unit]) for name, unit in UNITS.items()}
         launches.append({
-            "name": kernel["name"],
-            "cycles": kernel["cycles_per_call"],
-            "hbm_bytes": kernel["hbm_bytes"],
-            "hbm_cycles": kernel["dma_cycles"],
-            "vmem_bytes": kernel["vmem"],
-            "units": units,
-            "spill_stores": kernel["units"].get("SPILL", 0),
-            "spill_loads": kernel["units"].get("FILL", 0),
-            "stalls": {name: round(cycles) for name, cycles in kernel["stalls"].items()},
-            "bundles": kernel["bundles_dyn"],
+            "name": kernel.name,
+            "cycles": kernel.cycles,
+            "hbm_bytes": ran.hbm_bytes,
+            "hbm_cycles": round(ran.hbm_bytes / machine.HBM_BYTES_PER_CYCLE),
+            "vmem_bytes": kernel.vmem_bytes,
+            "units": {"MATMUL": ran.matmul_cycles // machine.MATRIX_UNITS, **units},
+            "spill_stores": ran.slots["spill"],
+            "spill_loads": ran.slots["fill"],
+            "stalls": {STALLS[x]: cycles for x, cycles in ran.stalls.items() if x in STALLS},
+            "bundles": ran.bundles,
         })  # fmt: skip
-    others = [x for x in report["table"] if x["kind"] != "pallas"]
+    others = [x for x in report.launches if x.kind != "pallas"]
     return {
         **options,
-        "milliseconds": report["est_ms"],
-        "cycles": report["est_cycles"],
-        "temporary_bytes": report["hbm_temp_bytes"],
-        "pallas_launches": sum(x["calls"] for x in report["table"] if x["kind"] == "pallas"),
+        "milliseconds": report.milliseconds,
+        "cycles": report.cycles,
+        "temporary_bytes": report.temporary_bytes,
+        "pallas_launches": report.kernels,
         "launches": launches,
         "other_instructions": len(others),
-        "other_milliseconds": sum(x["us"] * x["calls"] for x in others) / 1e3,
+        "other_milliseconds": sum(x.cycles * x.calls for x in others) / machine.CLOCK * 1e3,
     }
 
 
-def provenance(what, jax_version):
-    """What a reader has to know of recorded cycles."""
-    return {
-        "how": f"{what} compiled ahead of time for one TPU v5e; cycles counted over the compiler's final bundles by a model of "
-        "the in-order core at 1.5 GHz, HBM at 819 GB/s. No TPU was involved: these are not measured times",
-        "date": datetime.date.today().isoformat(),
-        "jax": jax_version,
-        "libtpu": importlib.metadata.version("libtpu"),
-        "shapes": "B, L, H and D = K = V stand with each result; float32 and precision high, unless it says otherwise",
-    }
+def record(calls, compiled, path, command, check):
+    """Compile every call and write the table, or only the first `check` and print both. compiled: call -> row."""
+    rows = []
+    for call in calls[:check]:
+        jax.clear_caches()  # traces know nothing of the options that were put into effect
+        one = compiled(call)
+        rows.append(one)
+        print(f"{one['milliseconds']:8.3f} ms  {call}", flush=True)
+        if check:
+            old = next(
+                (x for x in json.loads(path.read_text())["results"]
+                 if all(x.get(name) == json.loads(json.dumps(one[name])) for name in one if name in DEFAULTS or name in call)), None)
+            print(f"{old['milliseconds']:8.3f} ms  as recorded" if old else "not recorded")
+    if not check:
+        rows.sort(key=lambda x: [f"{x[name]:05}" if isinstance(x[name], int) else str(x[name]) for name in DEFAULTS])
+        made = {**lab.provenance(command), "shapes": SHAPES}
+        table = {"provenance": made, "clock": machine.CLOCK, "bandwidth": machine.HBM_BANDWIDTH, "published": PUBLISHED, "results": rows}
+        path.write_text(json.dumps(table, indent=1) + "\n")
+        print("wrote", path)
 
 
-def main(paths):
-    rows, versions = [], set()
-    for path in paths:
-        for call, report in json.loads(pathlib.Path(path).read_text()).items():
-            if "error" in report:
-                raise SystemExit(f"{call}: {report['error']}")
-            rows.append(row(options_of(call), report))
-            versions.add(report["jax"])
-    rows.sort(key=lambda x: [f"{x[name]:05}" if isinstance(x[name], int) else str(x[name]) for name in DEFAULTS])
-    (version,) = versions
-    what = "python tools/record_cycles.py on reports of its function `gradients`: forward and backward"
-    record = {"provenance": provenance(what, version), "clock": CLOCK, "bandwidth": BANDWIDTH, "published": PUBLISHED, "results": rows}
-    DATA.write_text(json.dumps(record, indent=1) + "\n")
-    print("wrote", DATA)
+SHAPES = "B, L, H and D = K = V stand with each result; float32 and precision high, unless it says otherwise"
+
+
+def options():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--check", type=int, metavar="N", help="compile N programs and compare, write nothing")
+    return parser.parse_args()
+
+
+def compiled(call):
+    kept = chunk.SUB, atomic_gdn2_stage.SUB, dict(atomic_gdn2_stage.HEADS)
+    try:
+        fn, args = gradients(**call)
+        return row({**DEFAULTS, **call}, v5e.compile(fn, *args, timeout=1800))
+    finally:
+        chunk.SUB, atomic_gdn2_stage.SUB, heads = kept
+        atomic_gdn2_stage.HEADS.update(heads)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        main(sys.argv[1:])
-    else:
-        for call in CALLS:
-            print(f"tools/record_cycles.py:gradients({', '.join(f'{k}={v!r}' for k, v in call.items())})")
+    record(CALLS, compiled, DATA, "python tools/record_cycles.py", options().check)

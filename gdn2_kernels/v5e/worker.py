@@ -1,9 +1,11 @@
-"""`python -m gdn2_kernels.v5e.worker PROGRAM ANSWER`: compile an exported program for
-v5e, write what came of it.
+"""`python -m gdn2_kernels.v5e.worker PROGRAM ANSWER TOPOLOGY CHIPS DUMPS`: compile an
+exported program for v5e, write what came of it. DUMPS: the folder that libtpu was told
+to write to, or nothing, and then no cycles are counted.
 
 Run by `compile`, which sets the environment.
 """
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -11,32 +13,61 @@ import time
 
 import jax
 import jax.export
+import numpy as np
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from gdn2_kernels.v5e.program import analyse
+
+# The smallest slice that libtpu describes; one of its chips stands for any one.
+DESCRIBED = {"v5e:1x1": "v5e:2x2x1", "v5e:2x2": "v5e:2x2x1", "v5e:2x4": "v5e:2x4x1"}
 
 
-def main(program, answer):
+def main(program, answer, topology, chips, dumps):
     exported = jax.export.deserialize(bytearray(pathlib.Path(program).read_bytes()))
-    device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2x1").devices[0]
-    chip = SingleDeviceSharding(device)
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=chip) for x in exported.in_avals]
-    flat = jax.jit(exported.call, out_shardings=chip)
+    described = topologies.get_topology_desc(
+        platform="tpu", topology_name=DESCRIBED[topology]
+    )
+    devices = described.devices[: int(chips)]
+    flat, shapes = placed(exported, devices)
     start = time.perf_counter()
     try:
         compiled = flat.lower(*shapes).compile()
     except jax.errors.JaxRuntimeError as error:
         result = {"refused": str(error)}
     else:
-        memory = compiled.memory_analysis()
-        cost = compiled.cost_analysis()
-        result = {
-            "argument_bytes": memory.argument_size_in_bytes,
-            "output_bytes": memory.output_size_in_bytes,
-            "temporary_bytes": memory.temp_size_in_bytes,
-            "flops": (cost[0] if isinstance(cost, list) else cost).get("flops", 0.0),
-            "compile_seconds": time.perf_counter() - start,
-        }
+        result = described_by_compiler(compiled)
+        result["compile_seconds"] = time.perf_counter() - start
+        if dumps:
+            counted = analyse(compiled.as_text(), pathlib.Path(dumps))
+            result["program"] = dataclasses.asdict(counted)
     pathlib.Path(answer).write_text(json.dumps(result))
+
+
+def placed(exported, devices):
+    """The program as a jitted function on these devices, and what to lower it with."""
+    if exported.nr_devices == 1:
+        chip = SingleDeviceSharding(devices[0])
+        flat = jax.jit(exported.call, out_shardings=chip)
+        shardings = [chip] * len(exported.in_avals)
+    else:
+        mesh = Mesh(np.array(devices), ("chip",))
+        shardings = exported.in_shardings_jax(mesh)
+        flat = jax.jit(exported.call, out_shardings=exported.out_shardings_jax(mesh))
+    return flat, [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        for x, sharding in zip(exported.in_avals, shardings)
+    ]
+
+
+def described_by_compiler(compiled):
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    return {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "flops": (cost[0] if isinstance(cost, list) else cost).get("flops", 0.0),
+    }
 
 
 if __name__ == "__main__":
