@@ -27,7 +27,7 @@ class Size(NamedTuple):
         return self.L // 2
 
 
-FULL = Size(L=256, D=128, ragged=200, chunk_size=64)
+FULL = Size(L=256, D=128, ragged=200, chunk_size=32)
 REDUCED = Size(L=64, D=32, ragged=50, chunk_size=32)
 
 

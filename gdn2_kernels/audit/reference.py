@@ -45,11 +45,15 @@ def decay_between(g, faults):
     i, j = jnp.indices((C, C))
     G = jnp.cumsum(g, 0)
     inside = (i >= j)[..., None]
-    steps = jnp.where((i > j)[..., None], jnp.exp(g)[:, None], 1)
     r = G[C // 2]
 
     def by_products():
-        return jnp.cumprod(steps, 0)
+        def next_row(row, token):
+            later, a = token
+            row = jnp.where(later[:, None], row * a, 1)
+            return row, row
+
+        return lax.scan(next_row, jnp.ones_like(g), (i > j, jnp.exp(g)))[1]
 
     def by_differences():
         x = jnp.where(inside, G[:, None] - G[None], 0)
