@@ -54,6 +54,15 @@ def truth(case):
     return {"o": o, "final_state": final_state, **gradients}
 
 
+def random_case(L, D, gate, *, B=1, H=1, seed=3):
+    """A case with as much in the state as one token writes, and as much cotangent of
+    the final state as one token reads. With more the first and the last token would be
+    all that an L2 norm sees.
+    """
+    inputs, state, do, d_state = make(L, D, D, B=B, H=H, gate=gate, seed=seed)
+    return Case(inputs, np.float32(state * D**-0.5), do, np.float32(d_state / D), D**-0.5)
+
+
 # ------------------------------------------------------ decays
 
 
@@ -153,7 +162,7 @@ def decay_names(strengths=STRENGTHS):
 @functools.cache
 def decay_case(size, family, strength=None, B=1, H=1):
     gate = SINGLE[family] if strength is None else FAMILIES[family](strength)
-    case = Case(*make(size.L, size.D, size.D, B=B, H=H, gate=gate, seed=3), size.D**-0.5)
+    case = random_case(size.L, size.D, gate, B=B, H=H)
     if family == "one key":
         # Every token erases what the one before it wrote.
         case = case.changed(k=lambda k: np.broadcast_to(k[:, :1], k.shape))

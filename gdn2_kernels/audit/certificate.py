@@ -11,7 +11,7 @@ from decimal import Decimal, localcontext
 import numpy as np
 
 from gdn2_kernels import oracle
-from gdn2_kernels.audit.cases import NAMES, Case, every_token, make
+from gdn2_kernels.audit.cases import NAMES, Case, every_token, random_case
 from gdn2_kernels.audit.measure import BARS, relative_error, row, worst
 from gdn2_kernels.audit.subject import run_small
 
@@ -23,11 +23,6 @@ STEP = Decimal(10) ** -25  # of the slope: its error is of order STEP squared
 def exactly(x):
     """float32 numbers as decimals, every bit kept."""
     return np.array([Decimal(float(n)) for n in x.flat], object).reshape(x.shape)
-
-
-def case_of(L, D):
-    inputs = make(L, D, D, B=1, H=1, gate=every_token(1.0), seed=11)
-    return Case(*inputs, scale=D**-0.5)
 
 
 def forward(case):
@@ -68,7 +63,7 @@ def certify(L, D, digits=DIGITS, plant=None):
     """(case, results in float64, disagreement of `digits` with half as many, error of
     the slope). plant: a function of the results that spoils them, for a control.
     """
-    case = case_of(L, D)
+    case = random_case(L, D, every_token(1.0), seed=11)
     exact = Case([exactly(x) for x in case.inputs], *map(exactly, case[1:4]), case.scale)
     with localcontext(prec=digits):
         found = results(exact)
