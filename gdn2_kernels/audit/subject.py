@@ -13,7 +13,6 @@ from gdn2_kernels.environment import on_tpu
 from gdn2_kernels.tile import PRECISIONS
 
 WITHOUT_CHUNKS = ("recurrence", "associative_scan")
-FLOAT32_ALWAYS = WITHOUT_CHUNKS  # whatever precision is asked for
 
 
 def _results(inputs, state, do, d_state, scale, *, stage, precision, chunk_size):
