@@ -1,11 +1,14 @@
-"""python -m gdn2_kernels COMMAND ..: one line for each command, imported when asked for."""
+"""python -m gdn2_kernels COMMAND ..: a line for each, imported when asked for."""
 
 import importlib
 import sys
 
 # name: (module with main(arguments) -> exit status, what it does)
 COMMANDS = {
-    "audit": ("gdn2_kernels.audit.command", "what a stage computes, against every gate"),
+    "audit": (
+        "gdn2_kernels.audit.command",
+        "what a stage computes, against every gate",
+    ),
 }
 
 

@@ -1,5 +1,5 @@
-"""The audit at reduced size: all nine parts, every planted error caught by its gate, every gate tripped by some control."""
-
+"""The audit at reduced size: all nine parts, every planted error caught by its gate, every gate tripped by some control.
+"""
 import functools
 import json
 from pathlib import Path
@@ -161,6 +161,12 @@ def test_command_names_what_it_has(capsys):
     assert commands.main(["nonsense"]) == 2
     with pytest.raises(SystemExit):
         commands.main(["audit", "--stage", "nonsense"])
+
+
+def test_a_package_that_is_not_there_is_skipped_with_a_word(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert commands.main(["audit", "--stage", "deltanet-tpu", "--no-controls"]) == 0
+    assert "deltanet-tpu: not installed here, so not audited" in capsys.readouterr().out
 
 
 def test_bad_words_are_named():

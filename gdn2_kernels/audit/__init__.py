@@ -1,4 +1,4 @@
-"""The numerical audit: what a stage computes, against gates that can fail. See `audit`."""
+"""The numerical audit: what a stage computes, against gates that can fail."""
 
 from gdn2_kernels.audit.cases import FULL, REDUCED
 from gdn2_kernels.audit.report import audit, failures, summary

@@ -42,7 +42,9 @@ class Case(NamedTuple):
 
     def changed(self, **changes):
         """Some of q, k, v, g, b, w as functions of what they were."""
-        inputs = [changes.get(name, np.copy)(x) for name, x in zip("qkvgbw", self.inputs)]
+        inputs = [
+            changes.get(name, np.copy)(x) for name, x in zip("qkvgbw", self.inputs)
+        ]
         return self._replace(inputs=[x.astype(np.float32) for x in inputs])
 
 
@@ -60,7 +62,9 @@ def random_case(L, D, gate, *, B=1, H=1, seed=3):
     all that an L2 norm sees.
     """
     inputs, state, do, d_state = make(L, D, D, B=B, H=H, gate=gate, seed=seed)
-    return Case(inputs, np.float32(state * D**-0.5), do, np.float32(d_state / D), D**-0.5)
+    return Case(
+        inputs, np.float32(state * D**-0.5), do, np.float32(d_state / D), D**-0.5
+    )
 
 
 # ------------------------------------------------------ decays
@@ -72,12 +76,16 @@ def uniform(value):
 
 def per_channel(random, shape):
     """Channels that never forget beside channels that forget at once."""
-    return -np.broadcast_to(np.exp(random.uniform(np.log(1e-3), np.log(50), shape[-1])), shape)
+    return -np.broadcast_to(
+        np.exp(random.uniform(np.log(1e-3), np.log(50), shape[-1])), shape
+    )
 
 
 def bursts(random, shape):
     """Mostly no decay; one element in twenty drops by 50."""
-    return np.where(random.uniform(size=shape) < 0.05, -50.0, -random.uniform(0, 0.02, shape))
+    return np.where(
+        random.uniform(size=shape) < 0.05, -50.0, -random.uniform(0, 0.02, shape)
+    )
 
 
 def resets(random, shape):
@@ -91,7 +99,9 @@ GATES = {f"-{x:g}": uniform(x) for x in (0, 0.01, 0.1, 1, 5, 20, 100, 1000)}
 GATES |= {"per channel": per_channel, "bursts": bursts, "resets": resets}
 
 
-def make(L, K=16, V=24, *, B=2, H=2, gate="per channel", seed=0, dtype=np.float32, b_max=1.0):
+def make(
+    L, K=16, V=24, *, B=2, H=2, gate="per channel", seed=0, dtype=np.float32, b_max=1.0
+):
     """Six inputs, initial state, cotangents of o and of the final state, as numpy
     arrays. gate: a name in `GATES`, or a function of (random generator, shape).
     """
@@ -105,12 +115,20 @@ def make(L, K=16, V=24, *, B=2, H=2, gate="per channel", seed=0, dtype=np.float3
 
     keys, values, state = (B, L, H, K), (B, L, H, V), (B, H, K, V)
     decay = gate if callable(gate) else GATES[gate]
-    inputs = [unit(normal(*keys)), unit(normal(*keys)), normal(*values), decay(random, keys)]
+    inputs = [
+        unit(normal(*keys)),
+        unit(normal(*keys)),
+        normal(*values),
+        decay(random, keys),
+    ]
     inputs += [b_max * random.uniform(size=keys), random.uniform(size=values)]
     inputs = [np.array(x, dtype) for x in inputs]
     state_dtype = np.float64 if dtype == np.float64 else np.float32
-    return inputs, np.array(0.5 * normal(*state), state_dtype), np.array(normal(*values), dtype), np.array(
-        normal(*state), state_dtype
+    return (
+        inputs,
+        np.array(0.5 * normal(*state), state_dtype),
+        np.array(normal(*values), dtype),
+        np.array(normal(*state), state_dtype),
     )
 
 
@@ -123,6 +141,7 @@ def every_token(strength):
 
 def in_channels(strength):
     """A constant of each channel, from a ten-thousandth of the strength up to it."""
+
     def gate(random, shape):
         spread = np.exp(random.uniform(np.log(1e-4), 0, shape[-1]))
         return -strength * np.broadcast_to(spread, shape)
@@ -132,6 +151,7 @@ def in_channels(strength):
 
 def in_bursts(strength):
     """One element in twenty drops by the strength, the others by almost nothing."""
+
     def gate(random, shape):
         mild = -0.02 * min(strength, 1) * random.uniform(size=shape)
         return np.where(random.uniform(size=shape) < 0.05, -strength, mild)
@@ -173,21 +193,32 @@ def label(family, strength):
     return family if strength is None else f"{family}, |g| {strength:g}"
 
 
-# ------------------------------------------------------ a small case inside a larger one
+# ------------------------------------------------------ small cases made larger
 
 
 def enlarged(case, L, D):
     """The same problem with more tokens and channels, all of them zero: tokens that do
     nothing and channels that hold nothing.
     """
+
     def grow(x, *sizes):
-        return np.pad(x, [(0, 0 if n is None else n - m) for n, m in zip(sizes, x.shape)])
+        return np.pad(
+            x, [(0, 0 if n is None else n - m) for n, m in zip(sizes, x.shape)]
+        )
 
     tokens, state = (None, L, None, D), (None, None, D, D)
-    return Case([grow(x, *tokens) for x in case.inputs], grow(case.state, *state), grow(case.do, *tokens),
-                grow(case.d_state, *state), case.scale)  # fmt: skip
+    return Case(
+        [grow(x, *tokens) for x in case.inputs],
+        grow(case.state, *state),
+        grow(case.do, *tokens),
+        grow(case.d_state, *state),
+        case.scale,
+    )
 
 
 def reduced(results, like):
     """Results of an enlarged case cut down to the shapes of the dict `like`."""
-    return {name: x[tuple(slice(n) for n in like[name].shape)] for name, x in results.items()}
+    return {
+        name: x[tuple(slice(n) for n in like[name].shape)]
+        for name, x in results.items()
+    }

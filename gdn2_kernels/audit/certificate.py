@@ -64,7 +64,9 @@ def certify(L, D, digits=DIGITS, plant=None):
     the slope). plant: a function of the results that spoils them, for a control.
     """
     case = random_case(L, D, every_token(1.0), seed=11)
-    exact = Case([exactly(x) for x in case.inputs], *map(exactly, case[1:4]), case.scale)
+    exact = Case(
+        [exactly(x) for x in case.inputs], *map(exactly, case[1:4]), case.scale
+    )
     with localcontext(prec=digits):
         found = results(exact)
         if plant is not None:
@@ -73,17 +75,29 @@ def certify(L, D, digits=DIGITS, plant=None):
         fewer = results(exact)
     with localcontext(prec=DIGITS):
         apart = max(
-            abs(found[name] - fewer[name]).max() / abs(found[name]).max() for name in NAMES
+            abs(found[name] - fewer[name]).max() / abs(found[name]).max()
+            for name in NAMES
         )
         slope = slope_error(exact, [found[name] for name in oracle.GRADIENTS])
-    return case, {name: x.astype(np.float64) for name, x in found.items()}, float(apart), float(slope)
+    return (
+        case,
+        {name: x.astype(np.float64) for name, x in found.items()},
+        float(apart),
+        float(slope),
+    )
 
 
 def vouching_rows(L, D, **options):
     """The gates that the certificate itself has to pass."""
     _, _, apart, slope = certify(L, D, **options)
     return [
-        row("certificate", "digits", f"{DIGITS} digits against {DIGITS // 2}", apart, AGREEMENT),
+        row(
+            "certificate",
+            "digits",
+            f"{DIGITS} digits against {DIGITS // 2}",
+            apart,
+            AGREEMENT,
+        ),
         row("certificate", "slope", "gradients against the slope", slope, AGREEMENT),
     ]
 
@@ -97,7 +111,14 @@ def certificate(subject):
     for name in NAMES:
         error = float(relative_error(found[name], expected[name]))
         rows.append(
-            row("certificate", "certificate", f"L {L}, K = V = {D}", error, BARS[subject.precision], result=name)
+            row(
+                "certificate",
+                "certificate",
+                f"L {L}, K = V = {D}",
+                error,
+                BARS[subject.precision],
+                result=name,
+            )
         )
     return rows
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from gdn2_kernels.api import STAGES
 from gdn2_kernels.audit.cases import FULL, REDUCED
+from gdn2_kernels.audit.packages import PACKAGES, NotInstalled, Package
 from gdn2_kernels.audit.report import audit, failures, steps, summary
 from gdn2_kernels.environment import banner
 from gdn2_kernels.tile import PRECISIONS
@@ -17,7 +18,11 @@ def progress(what, total):
         from tqdm import tqdm
     except ImportError:
         return lambda part: print(f"{what}: {part} ..", flush=True), lambda: None
-    bar = tqdm(total=total, desc=what, bar_format="{desc:<40} {bar} {n_fmt}/{total_fmt} {elapsed}")
+    bar = tqdm(
+        total=total,
+        desc=what,
+        bar_format="{desc:<40} {bar} {n_fmt}/{total_fmt} {elapsed}",
+    )
     begun = []
 
     def step(part):
@@ -35,19 +40,26 @@ def progress(what, total):
 
 def printed(report):
     """The report as text: a line for each gate, then what was not held."""
-    lines = [f"{report['stage']} at {report['precision']}, {report['seconds']:g} s",
-             f"{'part':13}{'gate':17}{'held':>8}   nearest to its bar"]  # fmt: skip
+    lines = [
+        f"{report['stage']} at {report['precision']}, {report['seconds']:g} s",
+        f"{'part':13}{'gate':17}{'held':>8}   nearest to its bar",
+    ]
     for part, gate, held, of, worst in summary(report):
-        where = f"{float(worst['value']):8.2g} of {worst['bar']:<8.2g} {worst['case']} {worst['result']}"
+        nearest = f"{float(worst['value']):8.2g} of {worst['bar']:<8.2g}"
+        where = f"{nearest} {worst['case']} {worst['result']}"
         lines.append(f"{part:13}{gate:17}{held:4}/{of:<4} {where}"[:110])
     failed = failures(report)
-    lines += [f"NOT HELD: {x['part']}, {x['gate']}, {x['case']}: {x['value']} > {x['bar']} {x['result']}" for x in failed]
+    lines += [
+        f"NOT HELD: {x['part']}, {x['gate']}, {x['case']}: "
+        f"{x['value']} > {x['bar']} {x['result']}"
+        for x in failed
+    ]
     return "\n".join(lines if failed else [*lines, "every gate is held"])
 
 
 def keep(path, reports):
-    """Into a JSON file, one line for each row; audits of other stages and precisions that
-    it has stay.
+    """Into a JSON file, one line for each row; audits of other stages and precisions
+    that it has stay.
     """
     path = Path(path)
     old = json.loads(path.read_text())["audits"] if path.exists() else []
@@ -61,9 +73,14 @@ def _lines(report):
     parts = []
     for key, value in report.items():
         if isinstance(value, list):
-            parts.append(f'"{key}": [\n' + ",\n".join(json.dumps(x) for x in value) + "\n]")
+            parts.append(
+                f'"{key}": [\n' + ",\n".join(json.dumps(x) for x in value) + "\n]"
+            )
         elif key == "tables":
-            tables = (f'"{name}": [\n' + ",\n".join(json.dumps(x) for x in rows) + "\n]" for name, rows in value.items())
+            tables = (
+                f'"{name}": [\n' + ",\n".join(json.dumps(x) for x in rows) + "\n]"
+                for name, rows in value.items()
+            )
             parts.append(f'"{key}": {{' + ",\n".join(tables) + "}")
         else:
             parts.append(f'"{key}": {json.dumps(value)}')
@@ -71,21 +88,55 @@ def _lines(report):
 
 
 def main(arguments):
-    parser = argparse.ArgumentParser(prog="python -m gdn2_kernels audit", description="What a stage computes, against "
-                                     "every gate. Ends with status 1 if one is not held.")  # fmt: skip
-    parser.add_argument("--stage", nargs="+", default=["mxu"], choices=STAGES)
+    parser = argparse.ArgumentParser(
+        prog="python -m gdn2_kernels audit",
+        description="What a stage computes, against "
+        "every gate. Ends with status 1 if one is not held.",
+    )
+    parser.add_argument(
+        "--stage",
+        nargs="+",
+        default=["mxu"],
+        choices=[*STAGES, *PACKAGES],
+        help="or a public package, at its most exact only",
+    )
     parser.add_argument("--precision", nargs="+", default=["high"], choices=PRECISIONS)
-    parser.add_argument("--json", metavar="FILE", help="keep the reports here; other stages' in the file stay")
-    parser.add_argument("--no-controls", action="store_true", help="leave out the planted errors, part 8")
-    parser.add_argument("--reduced", action="store_true", help="64 tokens, 32 channels: seconds for plain JAX stages")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="keep the reports here; other stages' in the file stay",
+    )
+    parser.add_argument(
+        "--no-controls",
+        action="store_true",
+        help="leave out the planted errors, part 8",
+    )
+    parser.add_argument(
+        "--reduced",
+        action="store_true",
+        help="64 tokens, 32 channels: seconds for plain JAX stages",
+    )
     options = parser.parse_args(arguments)
     banner()
     ok = True
     for stage in options.stage:
-        for precision in options.precision:
+        for precision in options.precision if stage in STAGES else ["highest"]:
             with_controls = not options.no_controls
+            size = REDUCED if options.reduced else FULL
+            try:
+                subject = Package(stage, size) if stage in PACKAGES else None
+            except NotInstalled as reason:
+                print(reason)
+                continue
             step, end = progress(f"{stage}, {precision}", len(steps(with_controls)))
-            report = audit(stage, precision, size=REDUCED if options.reduced else FULL, with_controls=with_controls, step=step)
+            report = audit(
+                stage,
+                precision,
+                size=size,
+                with_controls=with_controls,
+                step=step,
+                subject=subject,
+            )
             end()
             print(printed(report), flush=True)
             if options.json:

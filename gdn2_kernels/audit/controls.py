@@ -35,13 +35,17 @@ CONTROLS = {
     "gradient of the scores not masked": Control(Faults(leak=1.0), "causal backward"),
     "one pass instead of six": Control(Faults(passes=1.0), "product"),
     "final state kept in bfloat16": Control(Faults(rough_state=True), "split"),
-    "decays of the first head for all": Control(Faults(first_head=True), "heads and batch"),
+    "decays of the first head for all": Control(
+        Faults(first_head=True), "heads and batch"
+    ),
     "no mask behind the last token": Control(Faults(unmasked=True), "padding"),
     "sums in an order that changes": Control(Faults(), "repeat", changes_order=True),
 }
 
 
-@functools.partial(jax.jit, static_argnames="C", compiler_options={"xla_backend_optimization_level": 0})
+@functools.partial(
+    jax.jit, static_argnames="C", compiler_options={"xla_backend_optimization_level": 0}
+)
 def _results(inputs, state, do, d_state, scale, faults, C):
     def run(*x):
         return gdn2(x[:6], x[6], scale, faults, C)
@@ -55,19 +59,34 @@ class Planted:
 
     precision, has_chunks, CHUNK_SIZE = "highest", True, 16
 
-    def __init__(self, name="nothing planted", control=Control(Faults(), ""), size=REDUCED):
+    def __init__(
+        self, name="nothing planted", control=Control(Faults(), ""), size=REDUCED
+    ):
         self.name, self.control, self.size = name, control, size
         self._order = np.random.default_rng(61)
 
     def run(self, case, chunk_size=None):
         K = case.inputs[0].shape[-1]
-        order = self._order.permutation(K) if self.control.changes_order else np.arange(K)
+        order = (
+            self._order.permutation(K) if self.control.changes_order else np.arange(K)
+        )
         back = np.argsort(order)
         # Key channels may stand in any order; sums over them then run in another.
-        inputs = [x[..., order] if name in "qkgb" else x for name, x in zip("qkvgbw", case.inputs)]
-        rest = [jnp.asarray(x, jnp.float32) for x in (case.state[..., order, :], case.do, case.d_state[..., order, :])]
-        found = _results([jnp.asarray(x, jnp.float32) for x in inputs], *rest, np.float32(case.scale),
-                         self.control.faults, C=chunk_size or self.CHUNK_SIZE)  # fmt: skip
+        inputs = [
+            x[..., order] if name in "qkgb" else x
+            for name, x in zip("qkvgbw", case.inputs)
+        ]
+        rest = [
+            jnp.asarray(x, jnp.float32)
+            for x in (case.state[..., order, :], case.do, case.d_state[..., order, :])
+        ]
+        found = _results(
+            [jnp.asarray(x, jnp.float32) for x in inputs],
+            *rest,
+            np.float32(case.scale),
+            self.control.faults,
+            C=chunk_size or self.CHUNK_SIZE,
+        )
         found = dict(zip(NAMES, map(np.asarray, found)))
         for name in ("dq", "dk", "dg", "db"):
             found[name] = found[name][..., back]
@@ -83,7 +102,10 @@ def wrong_in_the_twentieth_digit(found):
 # Errors in the certificate itself: options of `certify`.
 SPOILED = {
     "a certificate of 16 digits": (dict(digits=16), "digits"),
-    "an adjoint wrong in the twentieth digit": (dict(plant=wrong_in_the_twentieth_digit), "slope"),
+    "an adjoint wrong in the twentieth digit": (
+        dict(plant=wrong_in_the_twentieth_digit),
+        "slope",
+    ),
 }
 
 
@@ -100,21 +122,42 @@ def controls(all_gates):
     rows, matrix = [], {}
     sound = tripped(all_gates(Planted()))
     matrix["nothing planted"] = sound
-    rows.append(row("controls", "control", "nothing planted", len(sound), 0, result=", ".join(sound)))
+    rows.append(
+        row(
+            "controls",
+            "control",
+            "nothing planted",
+            len(sound),
+            0,
+            result=", ".join(sound),
+        )
+    )
     for name, control in CONTROLS.items():
         matrix[name] = tripped(all_gates(Planted(name, control)))
         rows.append(caught(name, control.gate, matrix[name]))
     for name, (options, gate) in SPOILED.items():
-        matrix[name] = tripped(vouching_rows(min(64, REDUCED.L), min(16, REDUCED.D), **options))
+        matrix[name] = tripped(
+            vouching_rows(min(64, REDUCED.L), min(16, REDUCED.D), **options)
+        )
         rows.append(caught(name, gate, matrix[name]))
     return rows, matrix
 
 
 def caught(name, gate, gates):
-    return row("controls", "control", name, int(gate not in gates), 0, result=gate, note=f"trips {len(gates)} gates")
+    return row(
+        "controls",
+        "control",
+        name,
+        int(gate not in gates),
+        0,
+        result=gate,
+        note=f"trips {len(gates)} gates",
+    )
 
 
 def never_tripped(rows, matrix):
     """Gates of a report that no control trips."""
-    gates = {x["gate"] for x in rows if x["part"] != "controls" and x["passes"] is not None}
+    gates = {
+        x["gate"] for x in rows if x["part"] != "controls" and x["passes"] is not None
+    }
     return sorted(gates - {gate for gates in matrix.values() for gate in gates})

@@ -26,7 +26,7 @@ def bar(precision, family):
 
 
 def decay(subject, strengths=STRENGTHS):
-    """Returns: rows, one for each case and gate, and the table behind them: for each case
+    """Returns: rows, one for each case and gate, and the table behind them: per case
     its family, strength, NaN count and the error and worst row of every result.
     """
     rows, table = [], []
@@ -37,17 +37,36 @@ def decay(subject, strengths=STRENGTHS):
         bad = not_finite(found)
         error, at = worst(found, expected)
         off, row_at = worst(found, expected, worst_row) if not bad else (error, at)
-        note = f"bar x {ONE_KEY}, see the chapter" if limit != BARS[subject.precision] else ""
+        note = (
+            f"bar x {ONE_KEY}, see the chapter"
+            if limit != BARS[subject.precision]
+            else ""
+        )
         rows += [
             row("decay", "finite", name, bad, 0),
             row("decay", "error", name, error, limit, result=at, note=note),
-            row("decay", "worst row", name, off, WORST_ROW * limit, result=row_at, note=note),
+            row(
+                "decay",
+                "worst row",
+                name,
+                off,
+                WORST_ROW * limit,
+                result=row_at,
+                note=note,
+            ),
         ]
-        table.append({
-            "family": family,
-            "strength": strength,
-            "not finite": bad,
-            "errors": {x: float(relative_error(found[x], expected[x], NEGLIGIBLE)) for x in NAMES},
-            "worst rows": None if bad else {x: worst_row(found[x], expected[x], NEGLIGIBLE) for x in NAMES},
-        })  # fmt: skip
+        table.append(
+            {
+                "family": family,
+                "strength": strength,
+                "not finite": bad,
+                "errors": {
+                    x: float(relative_error(found[x], expected[x], NEGLIGIBLE))
+                    for x in NAMES
+                },
+                "worst rows": None
+                if bad
+                else {x: worst_row(found[x], expected[x], NEGLIGIBLE) for x in NAMES},
+            }
+        )
     return rows, table

@@ -33,12 +33,19 @@ def integer_case(L, D, operands, *, with_resets, with_state, B=1, H=1):
         """A signed unit vector in place of the last axis."""
         x = np.zeros(shape)
         signs = random.choice([-1.0, 1.0], shape[:-1])
-        np.put_along_axis(x, random.integers(shape[-1], size=shape[:-1])[..., None], signs[..., None], -1)
+        np.put_along_axis(
+            x,
+            random.integers(shape[-1], size=shape[:-1])[..., None],
+            signs[..., None],
+            -1,
+        )
         return x
 
     def numbers(largest, *shape):
         """Odd, so that all bits count, one in a row."""
-        return units(*shape) * (random.integers(0, (largest + 1) // 2, (*shape[:-1], 1)) * 2 + 1)
+        return units(*shape) * (
+            random.integers(0, (largest + 1) // 2, (*shape[:-1], 1)) * 2 + 1
+        )
 
     def coin(*shape):
         return random.integers(0, 2, shape).astype(float)
@@ -47,10 +54,19 @@ def integer_case(L, D, operands, *, with_resets, with_state, B=1, H=1):
     if with_resets:
         g[random.random(keys) < 0.02] = FORGET  # channels
         g[:, random.random(L) < 0.02] = FORGET  # tokens
-    inputs = [units(*keys), units(*keys), numbers(largest, *keys), g, coin(*keys), coin(*keys)]
+    inputs = [
+        units(*keys),
+        units(*keys),
+        numbers(largest, *keys),
+        g,
+        coin(*keys),
+        coin(*keys),
+    ]
     carried = numbers(largest, *state) if with_state else np.zeros(state)
     do, d_state = numbers(largest_cotangent, *keys), numbers(largest_cotangent, *state)
-    case = Case([np.float32(x) for x in inputs], *map(np.float32, (carried, do, d_state)), 1.0)
+    case = Case(
+        [np.float32(x) for x in inputs], *map(np.float32, (carried, do, d_state)), 1.0
+    )
     expected = truth(case)
     for name in NAMES:
         # What makes the gate valid: float32 can hold the answer.
@@ -75,13 +91,25 @@ def integers(subject):
         must = subject.precision in EXACT_AT[operands]
         runs = [(size.L, name, options) for name, options in VARIANTS.items()]
         if operands == "8 bit":
-            runs.append((size.ragged, "padding, resets, state", {**VARIANTS["resets, state"], "B": 2, "H": 2}))
+            runs.append(
+                (
+                    size.ragged,
+                    "padding, resets, state",
+                    {**VARIANTS["resets, state"], "B": 2, "H": 2},
+                )
+            )
         for L, name, options in runs:
             case, expected = integer_case(L, size.D, operands, **options)
             wrong = mismatches(subject.run(case), expected)
             rows.append(
-                row("integers", operands, name, sum(wrong.values()), 0 if must else None,
+                row(
+                    "integers",
+                    operands,
+                    name,
+                    sum(wrong.values()),
+                    0 if must else None,
                     result=", ".join(wrong),
-                    note="" if must else "more bits than these passes keep")
-            )  # fmt: skip
+                    note="" if must else "more bits than these passes keep",
+                )
+            )
     return rows

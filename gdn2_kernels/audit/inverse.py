@@ -33,7 +33,9 @@ def cycled(random, n, channels):
 
 def correlated(random, n, channels):
     """Unit keys at a cosine of about 0.9."""
-    x = random.normal(size=channels) / np.sqrt(channels) + 0.33 * random.normal(size=(n, channels)) / np.sqrt(channels)
+    x = random.normal(size=channels) / np.sqrt(channels) + 0.33 * random.normal(
+        size=(n, channels)
+    ) / np.sqrt(channels)
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
@@ -60,7 +62,9 @@ def inverse_case(size, name):
     v, nothing = np.zeros_like(k), np.zeros((1, 1, size.D, size.D))
     v[0, :n, 0, :n] = np.eye(n)
     inputs = [np.float32(x) for x in (q, k, v, 0 * k, b, np.ones_like(v))]
-    return Case(inputs, np.float32(nothing), np.zeros_like(inputs[2]), np.float32(nothing), 1.0), n
+    return Case(
+        inputs, np.float32(nothing), np.zeros_like(inputs[2]), np.float32(nothing), 1.0
+    ), n
 
 
 def exact(case, n):
@@ -83,7 +87,9 @@ def inverse(subject):
         found = subject.run(case)["o"][0, :n, 0, :n].astype(np.float64)
         finite = bool(np.isfinite(found).all())
         error = np.abs(found - X).max() / np.abs(X).max() if finite else np.inf
-        left_over = np.abs((np.eye(n) + A) @ found - np.eye(n)).max() if finite else np.inf
+        left_over = (
+            np.abs((np.eye(n) + A) @ found - np.eye(n)).max() if finite else np.inf
+        )
         terms = ((np.eye(n) + np.abs(A)) @ np.abs(X)).max()
         rows.append(row("inverse", "inverse", name, float(error), bar))
         rows.append(row("inverse", "residual", name, float(left_over / terms), bar))

@@ -10,7 +10,11 @@ SMALLEST = 2.0**-126  # normal float32
 # a term that is lost counts no more than a rounding.
 NEGLIGIBLE = SMALLEST / UNIT
 
-BARS = {"default": 2e-2, "high": 2e-5, "highest": 3e-6}  # relative L2, every result, every decay
+BARS = {
+    "default": 2e-2,
+    "high": 2e-5,
+    "highest": 3e-6,
+}  # relative L2, every result, every decay
 WORST_ROW = 30  # times the bar: no single vector may be off by more
 # Unit roundoffs to one of float32: what rounding the operands of a product costs.
 COARSER = {"default": 2.0**16, "high": 2.0**8, "highest": 1.0}
@@ -21,8 +25,8 @@ def float64(x):
 
 
 def relative_error(x, reference, floor=SMALLEST):
-    """Relative L2 error; infinite where x is not finite. Elements typically smaller than
-    `floor` count as that large.
+    """Relative L2 error; infinite where x is not finite. Elements typically smaller
+    than `floor` count as that large.
     """
     x, reference = float64(x), float64(reference)
     assert x.shape == reference.shape
@@ -37,14 +41,20 @@ def worst_row(x, reference, floor=SMALLEST):
     global norm would hide.
     """
     x, reference = float64(x), float64(reference)
-    size, distance = np.linalg.norm(reference, axis=-1), np.linalg.norm(x - reference, axis=-1)
+    size, distance = (
+        np.linalg.norm(reference, axis=-1),
+        np.linalg.norm(x - reference, axis=-1),
+    )
     typical = max(np.sqrt(np.mean(size**2)), floor)
     return float(np.max(distance / np.maximum(size, typical)))
 
 
 def worst(found, expected, error=relative_error):
     """The largest error among the results of two dicts: (error, name of the result)."""
-    return max((float(error(found[name], expected[name], NEGLIGIBLE)), name) for name in expected)
+    return max(
+        (float(error(found[name], expected[name], NEGLIGIBLE)), name)
+        for name in expected
+    )
 
 
 def not_finite(found):
@@ -53,14 +63,19 @@ def not_finite(found):
 
 def mismatches(found, expected):
     """Elements that differ, NaN counted too, by name; names without any left out."""
-    counts = {name: int(np.sum(np.asarray(found[name]) != expected[name])) for name in expected}
+    counts = {
+        name: int(np.sum(np.asarray(found[name]) != expected[name]))
+        for name in expected
+    }
     return {name: n for name, n in counts.items() if n}
 
 
 def ulps(x, reference):
     """|error| of each element in units of the last place that float32 has there."""
     reference = float64(reference)
-    place = np.spacing(np.maximum(np.abs(reference), NEGLIGIBLE).astype(np.float32)).astype(np.float64)
+    place = np.spacing(
+        np.maximum(np.abs(reference), NEGLIGIBLE).astype(np.float32)
+    ).astype(np.float64)
     return np.abs(float64(x) - reference) / place
 
 
@@ -85,7 +100,11 @@ def condition_numbers(case, expected, samples=8, step=1e-8, seed=1):
             squares[name] += (other[name] - expected[name]) ** 2 / samples
     with np.errstate(divide="ignore", invalid="ignore"):
         return {
-            name: np.where(np.abs(x) > NEGLIGIBLE, np.sqrt(squares[name]) / (step * np.abs(x)), np.inf)
+            name: np.where(
+                np.abs(x) > NEGLIGIBLE,
+                np.sqrt(squares[name]) / (step * np.abs(x)),
+                np.inf,
+            )
             for name, x in expected.items()
         }
 
@@ -101,5 +120,13 @@ def row(part, gate, case, value, bar, *, result="", passes=None, note=""):
     """
     if passes is None and bar is not None:
         passes = bool(value <= bar)
-    return {"part": part, "gate": gate, "case": case, "result": result, "value": value, "bar": bar, "passes": passes,
-            "note": note}  # fmt: skip
+    return {
+        "part": part,
+        "gate": gate,
+        "case": case,
+        "result": result,
+        "value": value,
+        "bar": bar,
+        "passes": passes,
+        "note": note,
+    }

@@ -10,10 +10,10 @@ import numpy as np
 from gdn2_kernels.audit.cases import Case
 from gdn2_kernels.audit.measure import row
 
-# Relative to sum |a||b|, in the worst case. Each bfloat16 has 8 bits, u = 2^-8: one pass
-# rounds two operands (2u, and u^2), three leave out low x low and the rest of either
-# operand (3 u^2). Float32 rounds the sum of D terms. The second product rounds the score
-# once more.
+# Relative to sum |a||b|, in the worst case. Each bfloat16 has 8 bits, u = 2^-8: one
+# pass rounds two operands (2u, and u^2), three leave out low x low and the rest of
+# either operand (3 u^2). Float32 rounds the sum of D terms. The second product rounds
+# the score once more.
 BOUNDS = {
     "default": lambda D: 2 * 2.0**-8 + 2.0**-16 + 2.0**-8,
     "high": lambda D: 3 * 2.0**-16 + 2.0**-16 + D * 2.0**-24,
@@ -54,5 +54,14 @@ def passes(subject):
         below = size > 0
         share = float(np.max(np.abs(found - exact)[below] / size[below]))
         bound = BOUNDS[subject.precision](subject.size.D)
-        rows.append(row("passes", "product", f"{operands} operands, of sum |a||b|", share, bound, result="o"))
+        rows.append(
+            row(
+                "passes",
+                "product",
+                f"{operands} operands, of sum |a||b|",
+                share,
+                bound,
+                result="o",
+            )
+        )
     return rows

@@ -13,7 +13,7 @@ from jax import lax
 
 
 class Faults(NamedTuple):
-    """Every field a scalar: one compiled program for all controls. Zero or False: right."""
+    """Every field a scalar: one program for all controls. Zero or False: right."""
 
     unscaled: float = 0.0  # o without its scale
     masked_dg: bool = False  # no gradient through a decay that is exactly one
@@ -36,7 +36,9 @@ def rounded(x, faults):
 
 
 def dot(a, b, faults):
-    return jnp.matmul(rounded(a, faults), rounded(b, faults), precision=lax.Precision.HIGHEST)
+    return jnp.matmul(
+        rounded(a, faults), rounded(b, faults), precision=lax.Precision.HIGHEST
+    )
 
 
 def decay_between(g, faults):
@@ -66,7 +68,9 @@ def decay_between(g, faults):
         return jnp.where(inside, jnp.exp(G - r)[:, None] * jnp.exp(r - G)[None], 1)
 
     differences = faults.differences | (faults.floor > -np.inf)
-    which = jnp.where(differences, 1, jnp.where(faults.one_sided, 2, jnp.where(faults.middle, 3, 0)))
+    which = jnp.where(
+        differences, 1, jnp.where(faults.one_sided, 2, jnp.where(faults.middle, 3, 0))
+    )
     return lax.switch(which, [by_products, by_differences, one_sided, middle])
 
 
@@ -74,7 +78,9 @@ def inverse(A, faults):
     identity = jnp.eye(A.shape[0], dtype=A.dtype)
 
     def by_substitution():
-        return lax.linalg.triangular_solve(identity + A, identity, left_side=True, lower=True, unit_diagonal=True)
+        return lax.linalg.triangular_solve(
+            identity + A, identity, left_side=True, lower=True, unit_diagonal=True
+        )
 
     def by_powers():  # (I - A) (I + A^2) (I + A^4) ..
         X, power, n = identity - A, A, 2
@@ -98,7 +104,13 @@ def chunk(S, tokens, scale, faults):
     bk = b * k
 
     def scores(x):
-        return jnp.einsum("id,jd,ijd->ij", rounded(x, faults), rounded(k, faults), E, precision=lax.Precision.HIGHEST)
+        return jnp.einsum(
+            "id,jd,ijd->ij",
+            rounded(x, faults),
+            rounded(k, faults),
+            E,
+            precision=lax.Precision.HIGHEST,
+        )
 
     def masked(A, mask):
         return jnp.where(mask, A, faults.leak * (A - lax.stop_gradient(A)))
@@ -106,7 +118,9 @@ def chunk(S, tokens, scale, faults):
     Aqk = masked(scores(q), lower)
     A = (1 - faults.damping) * jnp.where(lower & ~jnp.eye(C, dtype=bool), scores(bk), 0)
     vn = dot(inverse(A, faults), w * v - dot(bk * P, S, faults), faults)
-    o = jnp.where(faults.unscaled == 1, 1, scale) * (dot(q * P, S, faults) + dot(Aqk, vn, faults))
+    o = jnp.where(faults.unscaled == 1, 1, scale) * (
+        dot(q * P, S, faults) + dot(Aqk, vn, faults)
+    )
     return P[-1][:, None] * S + dot((k * Q).T, vn, faults), o
 
 

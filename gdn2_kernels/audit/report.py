@@ -17,6 +17,8 @@ from gdn2_kernels.bench import provenance
 
 # In the order of the chapter. "signs" gives the histograms, too.
 PARTS = ("certificate", "integers", "decay", "signs", "structure", "inverse", "passes")
+# Gates whose bar is a multiple of `BARS`.
+RELATIVE = ("error", "worst row", "certificate", "split", "inverse", "residual")
 FEW_STRENGTHS = (0.01, 1.0, 30.0, 100.0)
 
 
@@ -30,8 +32,13 @@ def run_parts(subject, strengths=STRENGTHS, step=lambda part: None):
         elif part == "signs":
             found, tables["census"], tables["histograms"] = signs(subject)
         else:
-            run = {"certificate": certificate, "integers": integers, "structure": structure, "inverse": inverse,
-                   "passes": passes}[part]  # fmt: skip
+            run = {
+                "certificate": certificate,
+                "integers": integers,
+                "structure": structure,
+                "inverse": inverse,
+                "passes": passes,
+            }[part]
             found = run(subject)
         rows += found
     return rows, tables
@@ -41,7 +48,16 @@ def all_gates(subject):
     return run_parts(subject, FEW_STRENGTHS)[0]
 
 
-def audit(stage="mxu", precision="high", *, size=FULL, strengths=STRENGTHS, with_controls=True, step=None, subject=None):
+def audit(
+    stage="mxu",
+    precision="high",
+    *,
+    size=FULL,
+    strengths=STRENGTHS,
+    with_controls=True,
+    step=None,
+    subject=None,
+):
     """Audit a stage.
 
     Arguments:
@@ -70,18 +86,36 @@ def audit(stage="mxu", precision="high", *, size=FULL, strengths=STRENGTHS, with
         found, matrix = controls(all_gates)
         rows += found
         blind = never_tripped(rows, matrix)
-        rows.append({**found[0], "case": "gates that no control trips", "value": len(blind), "result": ", ".join(blind),
-                     "passes": not blind})  # fmt: skip
+        rows.append(
+            {
+                **found[0],
+                "case": "gates that no control trips",
+                "value": len(blind),
+                "result": ", ".join(blind),
+                "passes": not blind,
+            }
+        )
     for x in rows:
         # Part 9: which lines of one or three passes would float32 not accept?
-        if x["bar"] is not None and x["gate"] in ("error", "worst row", "certificate", "split", "inverse", "residual"):
-            x["float32 would pass"] = bool(x["value"] <= x["bar"] * BARS["highest"] / BARS[subject.precision])
-    return _plain({
-        "provenance": provenance("python -m gdn2_kernels audit; seeds are in the code, programs compiled without "
-                                 "LLVM's optimisations unless on a TPU"),
-        "stage": subject.name, "precision": subject.precision, "size": subject.size._asdict(),
-        "seconds": round(time.monotonic() - start, 1), "rows": rows, "tables": tables, "controls": matrix,
-    })  # fmt: skip
+        if x["bar"] is not None and x["gate"] in RELATIVE:
+            x["float32 would pass"] = bool(
+                x["value"] <= x["bar"] * BARS["highest"] / BARS[subject.precision]
+            )
+    return _plain(
+        {
+            "provenance": provenance(
+                "python -m gdn2_kernels audit; seeds are in the code, stages compiled "
+                "without LLVM's optimisations unless on a TPU"
+            ),
+            "stage": subject.name,
+            "precision": subject.precision,
+            "size": subject.size._asdict(),
+            "seconds": round(time.monotonic() - start, 1),
+            "rows": rows,
+            "tables": tables,
+            "controls": matrix,
+        }
+    )
 
 
 def steps(with_controls=True):
@@ -123,4 +157,13 @@ def summary(report):
     ]
 
 
-__all__ = ["FULL", "REDUCED", "PARTS", "all_gates", "audit", "failures", "steps", "summary"]
+__all__ = [
+    "FULL",
+    "REDUCED",
+    "PARTS",
+    "all_gates",
+    "audit",
+    "failures",
+    "steps",
+    "summary",
+]

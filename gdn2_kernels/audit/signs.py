@@ -22,13 +22,19 @@ from gdn2_kernels.audit.measure import (
 )
 from gdn2_kernels.oracle import GRADIENTS
 
-CASES = (("every token", 0.01), ("every token", 1.0), ("every token", 10.0), ("channels", 30.0), ("one drop", None))
+CASES = (
+    ("every token", 0.01),
+    ("every token", 1.0),
+    ("every token", 10.0),
+    ("channels", 30.0),
+    ("one drop", None),
+)
 
 # Roundoffs times condition number that an error may come to. Rounded sums of L terms in
 # chains of products: the square root of their number, with room.
 ALLOWED = 2.0**8
-# Units in the last place of o: median and 99 %. Of n elements one is, by chance, n times
-# smaller than usual and has that many more: the largest may come to n medians.
+# Units in the last place of o: median and 99 %. Of n elements one is, by chance, n
+# times smaller than usual and has that many more: the largest may come to n medians.
 ULPS = {"median": 2.0**4, "99 %": 2.0**10}
 BINS = np.arange(-12.0, 33.0)  # of the histograms, powers of two
 
@@ -47,12 +53,18 @@ def ratios(found, expected, condition):
 
 
 def quantiles(x):
-    return {"median": float(np.median(x)), "99 %": float(np.quantile(x, 0.99)), "largest": float(np.max(x))}
+    return {
+        "median": float(np.median(x)),
+        "99 %": float(np.quantile(x, 0.99)),
+        "largest": float(np.max(x)),
+    }
 
 
 def histogram(x):
     """Counts in `BINS`, what lies outside in the first and last one."""
-    places = np.log2(np.maximum(np.nan_to_num(x, nan=2.0**40, posinf=2.0**40), 2.0**-40))
+    places = np.log2(
+        np.maximum(np.nan_to_num(x, nan=2.0**40, posinf=2.0**40), 2.0**-40)
+    )
     return np.histogram(np.clip(places, BINS[0], BINS[-1]), BINS)[0].tolist()
 
 
@@ -71,28 +83,69 @@ def signs(subject):
             guilty[gradient] = int((turned & known).sum())
             doubtful += int((turned & ~known).sum())
             # float64 gives the true sign unless it is itself in doubt.
-            unsettled += int((turned & (condition[gradient] * 2.0**-53 * ALLOWED >= 1)).sum())
-            census.append({
-                "case": name, "result": gradient, "elements": int(np.isfinite(condition[gradient]).sum()),
-                "well conditioned": int(known.sum()), "wrong": guilty[gradient],
-                "wrong, undetermined": int((turned & ~known).sum()),
-            })  # fmt: skip
+            unsettled += int(
+                (turned & (condition[gradient] * 2.0**-53 * ALLOWED >= 1)).sum()
+            )
+            census.append(
+                {
+                    "case": name,
+                    "result": gradient,
+                    "elements": int(np.isfinite(condition[gradient]).sum()),
+                    "well conditioned": int(known.sum()),
+                    "wrong": guilty[gradient],
+                    "wrong, undetermined": int((turned & ~known).sum()),
+                }
+            )
         rows.append(
-            row("signs", "sign", name, sum(guilty.values()), 0, result=", ".join(x for x in guilty if guilty[x]),
-                note=f"{doubtful} wrong where these passes cannot know; float64 is in doubt of {unsettled}")
-        )  # fmt: skip
+            row(
+                "signs",
+                "sign",
+                name,
+                sum(guilty.values()),
+                0,
+                result=", ".join(x for x in guilty if guilty[x]),
+                note=f"{doubtful} wrong where these passes cannot know; "
+                f"float64 is in doubt of {unsettled}",
+            )
+        )
 
         over = {x: ratios(found[x], expected[x], condition[x]) for x in NAMES}
-        largest = {x: float(np.max(y, initial=0)) if np.isfinite(y).all() else np.inf for x, y in over.items()}
+        largest = {
+            x: float(np.max(y, initial=0)) if np.isfinite(y).all() else np.inf
+            for x, y in over.items()
+        }
         at = max(largest, key=largest.get)
-        rows.append(row("histograms", "condition", name, largest[at], ALLOWED * coarser, result=at))
+        rows.append(
+            row(
+                "histograms",
+                "condition",
+                name,
+                largest[at],
+                ALLOWED * coarser,
+                result=at,
+            )
+        )
         places = ulps(found["o"], expected["o"])
         everything = np.concatenate([*over.values()])
         of_o = quantiles(places)
         for which, bound in {**ULPS, "largest": ULPS["median"] * places.size}.items():
-            rows.append(row("histograms", "ulp", f"{name}: {which}", of_o[which], bound * coarser, result="o"))
-        histograms.append({
-            "case": name, "condition": quantiles(everything), "condition counts": histogram(everything),
-            "ulp": of_o, "ulp counts": histogram(places),
-        })  # fmt: skip
+            rows.append(
+                row(
+                    "histograms",
+                    "ulp",
+                    f"{name}: {which}",
+                    of_o[which],
+                    bound * coarser,
+                    result="o",
+                )
+            )
+        histograms.append(
+            {
+                "case": name,
+                "condition": quantiles(everything),
+                "condition counts": histogram(everything),
+                "ulp": of_o,
+                "ulp counts": histogram(places),
+            }
+        )
     return rows, census, histograms

@@ -10,7 +10,15 @@ TOKENS = ("dq", "dk", "dv", "dg", "db", "dw")  # gradients with a row for each t
 
 
 def bits(gate, case, counts, note=""):
-    return row("structure", gate, case, sum(counts.values()), 0, result=", ".join(counts), note=note or "bits")
+    return row(
+        "structure",
+        gate,
+        case,
+        sum(counts.values()),
+        0,
+        result=", ".join(counts),
+        note=note or "bits",
+    )
 
 
 def before(found, t):
@@ -24,26 +32,39 @@ def causality(subject, case, whole):
     rows, L = [], subject.size.L
     random = np.random.default_rng(31)
     for t in (L // 3, L // 2 + 3):
+
         def later(x, t=t):
             x = x.copy()
             x[:, t:] = x[:, t:] * random.uniform(0.2, 1.5, x[:, t:].shape)
             return x
 
         found = subject.run(case.changed(**dict.fromkeys("qkvgbw", later)))
-        rows.append(bits("causal forward", f"o before token {t}", mismatches(before(found, t), before(whole, t))))
+        rows.append(
+            bits(
+                "causal forward",
+                f"o before token {t}",
+                mismatches(before(found, t), before(whole, t)),
+            )
+        )
         do = case.do.copy()
         do[:, t:] = 0
         found = subject.run(case._replace(do=do, d_state=0 * case.d_state))
         owed = {name: int(np.count_nonzero(found[name][:, t:])) for name in TOKENS}
         owed = {name: n for name, n in owed.items() if n}
-        rows.append(bits("causal backward", f"gradients from token {t} on", owed, "exact zeros"))
+        rows.append(
+            bits("causal backward", f"gradients from token {t} on", owed, "exact zeros")
+        )
     return rows
 
 
 def split(subject, case, whole):
     """The sequence in two calls, the state handed on and its gradient handed back."""
     rows, L = [], subject.size.L
-    for t, where in ((subject.size.border, "between chunks"), (L // 3, "inside a chunk")):
+    for t, where in (
+        (subject.size.border, "between chunks"),
+        (L // 3, "inside a chunk"),
+    ):
+
         def part(start, stop):
             def cut(x):
                 x = x[:, start:stop]
@@ -54,11 +75,27 @@ def split(subject, case, whole):
         first, second = part(0, t), part(t, L)
         second = subject.run(second._replace(state=subject.run(first)["final_state"]))
         first = subject.run(first._replace(d_state=second["d_initial_state"]))
-        joined = {x: np.concatenate([first[x][:, :t], second[x][:, : L - t]], 1) for x in ("o", *TOKENS)}
-        joined |= {"final_state": second["final_state"], "d_initial_state": first["d_initial_state"]}
+        joined = {
+            x: np.concatenate([first[x][:, :t], second[x][:, : L - t]], 1)
+            for x in ("o", *TOKENS)
+        }
+        joined |= {
+            "final_state": second["final_state"],
+            "d_initial_state": first["d_initial_state"],
+        }
         error, at = worst(joined, whole)
         same = "identical bits" if not mismatches(joined, whole) else ""
-        rows.append(row("structure", "split", where, error, BARS[subject.precision], result=at, note=same))
+        rows.append(
+            row(
+                "structure",
+                "split",
+                where,
+                error,
+                BARS[subject.precision],
+                result=at,
+                note=same,
+            )
+        )
     return rows
 
 
@@ -68,7 +105,16 @@ def chunk_size(subject, case, whole):
     found = subject.run(case, chunk_size=subject.size.chunk_size)
     error, at = worst(found, whole)
     bar = 2 * BARS[subject.precision]  # both are off
-    return [row("structure", "chunk size", f"{subject.size.chunk_size} and the usual one", error, bar, result=at)]
+    return [
+        row(
+            "structure",
+            "chunk size",
+            f"{subject.size.chunk_size} and the usual one",
+            error,
+            bar,
+            result=at,
+        )
+    ]
 
 
 def heads_and_batch(subject):
@@ -81,26 +127,37 @@ def heads_and_batch(subject):
         return np.flip(x, (0, 2)) if x.shape[1] == size.ragged else np.flip(x, (0, 1))
 
     other = case._replace(
-        inputs=[turned(x) for x in case.inputs], state=turned(case.state), do=turned(case.do), d_state=turned(case.d_state)
+        inputs=[turned(x) for x in case.inputs],
+        state=turned(case.state),
+        do=turned(case.do),
+        d_state=turned(case.d_state),
     )
     found = {name: turned(x) for name, x in subject.run(other).items()}
     rows = [bits("heads and batch", "both turned round", mismatches(found, whole))]
 
     def one(x, b, h):
-        return x[b : b + 1, :, h : h + 1] if x.shape[1] == size.ragged else x[b : b + 1, h : h + 1]
+        return (
+            x[b : b + 1, :, h : h + 1]
+            if x.shape[1] == size.ragged
+            else x[b : b + 1, h : h + 1]
+        )
 
     bar = BARS[subject.precision]
     for b, h in ((0, 0), (1, 1)):
         alone = case._replace(
-            inputs=[one(x, b, h) for x in case.inputs], state=one(case.state, b, h), do=one(case.do, b, h),
+            inputs=[one(x, b, h) for x in case.inputs],
+            state=one(case.state, b, h),
+            do=one(case.do, b, h),
             d_state=one(case.d_state, b, h),
-        )  # fmt: skip
+        )
         expected = {name: one(x, b, h) for name, x in whole.items()}
         found = run_small(subject, alone, expected)
         error, at = worst(found, expected)
         same = "identical bits" if not mismatches(found, expected) else ""
-        where = f"row {b}, head {h}: {size.ragged} tokens, and filled up to {size.L} with zeros"
-        rows.append(row("structure", "padding", where, error, bar, result=at, note=same))
+        where = f"row {b}, head {h}: {size.ragged} tokens, with zeros up to {size.L}"
+        rows.append(
+            row("structure", "padding", where, error, bar, result=at, note=same)
+        )
     return rows
 
 

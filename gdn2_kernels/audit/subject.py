@@ -24,6 +24,15 @@ def _results(inputs, state, do, d_state, scale, *, stage, precision, chunk_size)
     return *outputs, *pull_back((do, d_state))
 
 
+@functools.cache
+def program(stage, precision):
+    # Elsewhere than on a TPU these are large programs that run for moments: half the
+    # time would go into optimising them.
+    quick = {} if on_tpu() else {"xla_backend_optimization_level": 0}
+    function = functools.partial(_results, stage=stage, precision=precision)
+    return jax.jit(function, static_argnames="chunk_size", compiler_options=quick)
+
+
 class Subject:
     """A stage at a precision, as the audit sees it.
 
@@ -33,21 +42,24 @@ class Subject:
 
     def __init__(self, stage, precision, size):
         if stage not in STAGES:
-            raise ValueError(f"stage: expected one of {', '.join(STAGES)}, got {stage!r}")
+            raise ValueError(
+                f"stage: expected one of {', '.join(STAGES)}, got {stage!r}"
+            )
         if precision not in PRECISIONS:
-            raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}")
+            raise ValueError(
+                f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}"
+            )
         self.name, self.precision, self.size = stage, precision, size
         self.has_chunks = stage not in WITHOUT_CHUNKS
-        # Elsewhere than on a TPU these are large programs that run for moments: half the
-        # time would go into optimising them.
-        quick = {} if on_tpu() else {"xla_backend_optimization_level": 0}
-        program = functools.partial(_results, stage=stage, precision=precision)
-        self._program = jax.jit(program, static_argnames="chunk_size", compiler_options=quick)
+        self._program = program(stage, precision)
 
     def run(self, case, chunk_size=None):
         """chunk_size: None leaves it to the stage."""
         inputs = [jnp.asarray(x, jnp.float32) for x in case.inputs]
-        rest = [jnp.asarray(x, jnp.float32) for x in (case.state, case.do, case.d_state, case.scale)]
+        rest = [
+            jnp.asarray(x, jnp.float32)
+            for x in (case.state, case.do, case.d_state, case.scale)
+        ]
         found = self._program(inputs, *rest, chunk_size=chunk_size)
         return dict(zip(NAMES, map(np.asarray, found)))
 
@@ -70,4 +82,6 @@ def run_small(subject, case, expected):
     """The results of a case that is smaller than the subject's program, cut to the
     shapes of the dict `expected`.
     """
-    return reduced(subject.run(enlarged(case, subject.size.L, subject.size.D)), expected)
+    return reduced(
+        subject.run(enlarged(case, subject.size.L, subject.size.D)), expected
+    )
