@@ -1,5 +1,5 @@
-"""The audit at reduced size: all nine parts, every planted error caught by its gate, every gate tripped by some control.
-"""
+"""The audit at reduced size: nine parts, each planted error caught by its gate, each gate tripped by some control."""
+
 import functools
 import json
 from pathlib import Path

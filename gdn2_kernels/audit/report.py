@@ -69,11 +69,12 @@ def audit(
       subject: something else to audit, with the attributes of `Subject`; then stage and
         precision are not used.
 
-    Returns: dict of provenance, stage, precision, size, seconds, rows (see
+    Returns: dict of provenance, stage, precision, size, seconds (and of all cores,
+      cpu_seconds), rows (see
       `measure.row`), tables, and controls: for each planted error the gates that trip.
     Raises: ValueError for an unknown stage or precision.
     """
-    start = time.monotonic()
+    start, cpu = time.monotonic(), time.process_time()
     step = step or (lambda part: None)
     subject = subject or Subject(stage, precision, size)
     step("compile")
@@ -111,6 +112,7 @@ def audit(
             "precision": subject.precision,
             "size": subject.size._asdict(),
             "seconds": round(time.monotonic() - start, 1),
+            "cpu_seconds": round(time.process_time() - cpu, 1),
             "rows": rows,
             "tables": tables,
             "controls": matrix,
