@@ -3,19 +3,26 @@
 import importlib
 import sys
 
-# Command -> module with a function `main(arguments)`, and what it is for.
+# Command -> module, the function of it that takes the words that follow, what it is for.
 COMMANDS = {
-    "v5e": ("gdn2_kernels.v5e.command", "cycles of a function on a TPU v5e, no TPU needed"),
-    "lab": ("gdn2_kernels.v5e.lab", "cycles of every stage, written to a results file"),
+    "v5e": ("v5e.command", "main", "cycles of a function on a TPU v5e, no TPU needed"),
+    "lab": ("v5e.lab", "main", "cycles of every stage, written to a results file"),
+    "audit": ("audit.command", "main", "what a stage computes, against every gate"),
+    "bench": ("suites", "main", "times on the TPU at hand, written to a results file"),
+    "export": ("export", "main", "a stage as one file that needs only JAX"),
+    "train": ("train", "main", "a language model on text of your own"),
+    "generate": ("train", "main_generate", "text from a trained model"),
 }
 
 
 def main(arguments):
     name, *rest = arguments or ["--help"]
     if name in COMMANDS:
-        return importlib.import_module(COMMANDS[name][0]).main(rest)
-    lines = [f"  {command:8s} {what}" for command, (_, what) in COMMANDS.items()]
-    print("\n".join(["usage: python -m gdn2_kernels COMMAND .. (--help says more)", *lines]))
+        module, function, _ = COMMANDS[name]
+        return getattr(importlib.import_module(f"gdn2_kernels.{module}"), function)(rest)
+    print("usage: python -m gdn2_kernels COMMAND .. (--help says more)")
+    for command, (_, _, what) in COMMANDS.items():
+        print(f"  {command:10}{what}")
     return 0 if name in ("-h", "--help") else 2
 
 

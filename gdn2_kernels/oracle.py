@@ -3,6 +3,9 @@
 Imports nothing of the package and shares no formula with it: no chunks, no scans, no
 running sums of g. The gradients are written by hand and checked by finite differences
 (`tests/test_oracle.py`).
+
+Arrays of Python numbers (dtype object, `decimal.Decimal` say) stay what they are: the
+same recurrence in as many digits as they have. Their `exp` method is called.
 """
 
 import numpy as np
@@ -11,11 +14,13 @@ GRADIENTS = ("dq", "dk", "dv", "dg", "db", "dw", "d_initial_state")
 
 
 def _float64(*arrays):
-    return [np.asarray(x).astype(np.float64) for x in arrays]
+    arrays = [np.asarray(x) for x in arrays]
+    return [x if x.dtype == object else x.astype(np.float64) for x in arrays]
 
 
-def _scale(scale, K):
-    return K**-0.5 if scale is None else float(scale)
+def _scale(scale, q):
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return type(q.flat[0])(scale) if q.dtype == object else scale
 
 
 def _states(q, k, v, g, b, w, scale, initial_state):
@@ -23,7 +28,7 @@ def _states(q, k, v, g, b, w, scale, initial_state):
     output reads.
     """
     B, L, H, K = q.shape
-    S = np.zeros((B, H, K, v.shape[-1])) if initial_state is None else _float64(initial_state)[0].copy()
+    S = np.zeros((B, H, K, v.shape[-1]), q.dtype) if initial_state is None else _float64(initial_state)[0].copy()
     decayed, writes, states, outputs = [], [], [], []
     for t in range(L):
         D = np.exp(g[:, t])[..., None] * S
@@ -45,7 +50,7 @@ def forward(q, k, v, g, b, w, *, scale=None, initial_state=None):
       o (B, L, H, V) and final state (B, H, K, V), float64.
     """
     q, k, v, g, b, w = _float64(q, k, v, g, b, w)
-    _, _, states, o = _states(q, k, v, g, b, w, _scale(scale, q.shape[-1]), initial_state)
+    _, _, states, o = _states(q, k, v, g, b, w, _scale(scale, q), initial_state)
     return o, states[-1]
 
 
@@ -59,10 +64,10 @@ def backward(q, k, v, g, b, w, do=None, d_final_state=None, *, scale=None, initi
     q, k, v, g, b, w = _float64(q, k, v, g, b, w)
     B, L, H, K = q.shape
     V = v.shape[-1]
-    scale = _scale(scale, K)
+    scale = _scale(scale, q)
     decayed, writes, states, _ = _states(q, k, v, g, b, w, scale, initial_state)
-    do = np.zeros((B, L, H, V)) if do is None else _float64(do)[0]
-    dS = np.zeros((B, H, K, V)) if d_final_state is None else _float64(d_final_state)[0].copy()
+    do = np.zeros((B, L, H, V), q.dtype) if do is None else _float64(do)[0]
+    dS = np.zeros((B, H, K, V), q.dtype) if d_final_state is None else _float64(d_final_state)[0].copy()
     grads = {name: np.zeros_like(x) for name, x in zip(GRADIENTS, (q, k, v, g, b, w))}
     for t in reversed(range(L)):
         D, write, S = decayed[t], writes[t], states[t]

@@ -1,4 +1,6 @@
-"""What the tests share: inputs, gates that hurt, the one table of tolerances, and a stage with its gradients."""
+"""What the tests share: the one table of tolerances, and a stage with its gradients. Inputs, decays that hurt and errors
+are those of the audit.
+"""
 
 import functools
 
@@ -8,9 +10,11 @@ import numpy as np
 import pytest
 
 import gdn2_kernels as gk
-from gdn2_kernels import oracle
-
-NAMES = ("o", "final_state", *oracle.GRADIENTS)
+from gdn2_kernels.audit import cases, measure
+from gdn2_kernels.audit.cases import GATES as GATES
+from gdn2_kernels.audit.cases import NAMES
+from gdn2_kernels.audit.cases import make as make
+from gdn2_kernels.audit.measure import relative_error, worst_row
 
 # Stages made of Pallas kernels: interpreted here, so a program takes longer to compile; they refuse float64 and channels
 # that are no multiple of 8.
@@ -46,51 +50,6 @@ def x64():
     return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64()
 
 
-def uniform(value):
-    return lambda random, shape: np.full(shape, -float(value))
-
-
-def per_channel(random, shape):
-    """Channels that never forget beside channels that forget at once."""
-    return -np.broadcast_to(np.exp(random.uniform(np.log(1e-3), np.log(50), shape[-1])), shape)
-
-
-def bursts(random, shape):
-    """Mostly no decay; one element in twenty drops by 50."""
-    return np.where(random.uniform(size=shape) < 0.05, -50.0, -random.uniform(0, 0.02, shape))
-
-
-def resets(random, shape):
-    """Two tokens that forget everything, among tokens that forget little."""
-    g = -random.uniform(0, 0.1, shape)
-    g[:, shape[1] // 3] = g[:, 2 * shape[1] // 3] = -1000.0
-    return g
-
-
-GATES = {f"-{x:g}": uniform(x) for x in (0, 0.01, 0.1, 1, 5, 20, 100, 1000)}
-GATES |= {"per channel": per_channel, "bursts": bursts, "resets": resets}
-
-
-def make(L, K=16, V=24, *, B=2, H=2, gate="per channel", seed=0, dtype=np.float32, b_max=1.0):
-    """Six inputs, initial state, cotangents of o and of the final state, as numpy arrays."""
-    random = np.random.default_rng(seed)
-
-    def normal(*shape):
-        return random.normal(size=shape)
-
-    def unit(x):
-        return x / np.linalg.norm(x, axis=-1, keepdims=True)
-
-    keys, values, state = (B, L, H, K), (B, L, H, V), (B, H, K, V)
-    inputs = [unit(normal(*keys)), unit(normal(*keys)), normal(*values), GATES[gate](random, keys)]
-    inputs += [b_max * random.uniform(size=keys), random.uniform(size=values)]
-    inputs = [np.array(x, dtype) for x in inputs]
-    state_dtype = np.float64 if dtype == np.float64 else np.float32
-    return inputs, np.array(0.5 * normal(*state), state_dtype), np.array(normal(*values), dtype), np.array(
-        normal(*state), state_dtype
-    )
-
-
 def _results(inputs, initial_state, do, d_final_state, scale, **options):
     def run(*x):
         return gk.gdn2(*x[:6], scale=scale, initial_state=x[6], **options)
@@ -121,28 +80,7 @@ def results(stage, inputs, initial_state, do, d_final_state, *, scale=None, prec
 
 def truth(inputs, initial_state, do, d_final_state, *, scale=None):
     """The same dict by the oracle."""
-    o, final_state = oracle.forward(*inputs, scale=scale, initial_state=initial_state)
-    gradients = oracle.backward(*inputs, do, d_final_state, scale=scale, initial_state=initial_state)
-    return {"o": o, "final_state": final_state, **gradients}
-
-
-def relative_error(x, reference):
-    """Relative L2 error; infinite where x is not finite."""
-    x, reference = np.asarray(x).astype(np.float64), np.asarray(reference).astype(np.float64)
-    assert x.shape == reference.shape
-    if not np.isfinite(x).all():
-        return np.inf
-    # Below the smallest normal number float32 has nothing to be accurate with.
-    size = max(np.linalg.norm(reference), 1.2e-38 * np.sqrt(reference.size))
-    return np.linalg.norm(x - reference) / size
-
-
-def worst_row(x, reference):
-    """Largest error of one vector, relative to its own or the typical size: what a global norm would hide."""
-    x, reference = np.asarray(x).astype(np.float64), np.asarray(reference).astype(np.float64)
-    size, distance = np.linalg.norm(reference, axis=-1), np.linalg.norm(x - reference, axis=-1)
-    typical = max(np.sqrt(np.mean(size**2)), 1.2e-38)
-    return float(np.max(distance / np.maximum(size, typical)))
+    return cases.truth(cases.Case(inputs, initial_state, do, d_final_state, scale))
 
 
 def assert_close(found, expected, tolerance, names=NAMES):
@@ -155,5 +93,4 @@ def assert_close(found, expected, tolerance, names=NAMES):
 
 def wrong_signs(found, expected, floor=1e-30):
     """Elements of a gradient that point the wrong way although their true size is not negligible."""
-    where = np.abs(expected) > floor
-    return int(np.sum(np.sign(np.asarray(found, np.float64))[where] != np.sign(expected)[where]))
+    return int(measure.wrong_signs(found, expected, floor).sum())
