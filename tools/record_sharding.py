@@ -7,14 +7,33 @@ No TPU is needed: both compile ahead of time with libtpu. The first takes about 
 hour; its reports are kept in _build/record_sharding for one state of the kernels, so that a run that broke off goes on.
 """
 
+import functools
 import hashlib
+import importlib.metadata
 import itertools
 import json
+import os
 import sys
+import time
 
 import record_cycles
 import record_mxu
 from record_cycles import ROOT
+
+from gdn2_kernels.v5e.compile import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT, TPU_ACCELERATOR_TYPE="v5litepod-8")  # before libtpu is loaded
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gdn2_kernels as gk
+from gdn2_kernels import bench, sharding
+from gdn2_kernels.collectives import collectives, summary
 
 DATA = ROOT / "book" / "data" / "sharding.json"
 REPORTS = ROOT / "_build" / "record_sharding"
@@ -45,20 +64,100 @@ def state_of_kernels():
     return state.hexdigest()[:16]
 
 
+def known():
+    """Shares that the record of chapter `mxu` has already: B = 4 at the same sizes."""
+    wanted = {**record_mxu.DEFAULTS, "B": 4}
+    rows = json.loads(record_mxu.DATA.read_text())["results"]
+    return {x["H"]: x for x in rows if all(x[name] == wanted[name] for name in wanted if name != "H")}
+
+
+def held_bytes(row):
+    """Arguments, results and temporaries: six inputs, o, do and six gradients; four states."""
+    pairs, L, D = row["B"] * row["H"], 2048, 128
+    return row["temporary_bytes"] + 4 * pairs * (14 * L * D + 4 * D * D)
+
+
 def cycles(command):
     folder = REPORTS / state_of_kernels()
     folder.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for B, H in shares():
-        report = record_mxu.report_on(dict(B=B, H=H), command, folder)
-        row = record_cycles.row(dict(B=B, H=H), report)
-        hbm = sum(x["hbm_bytes"] for x in row["launches"])
+    rows, there = [], known()
+    for B, H in sorted(shares(), key=lambda x: not (x[0] == 4 and x[1] in there)):
+        if B == 4 and H in there:
+            row = there[H]
+        else:
+            report = record_mxu.report_on(dict(B=B, H=H), command, folder)
+            row = record_cycles.row(dict(B=B, H=H), report)
+        moved = sum(x["hbm_bytes"] for x in row["launches"])
         row = {name: row[name] for name in ("B", "H", "milliseconds", "cycles", "temporary_bytes")}
-        rows.append({**row, "moved_bytes": hbm, "held_bytes": row["temporary_bytes"] + report["hbm_arg_bytes"] + report["hbm_out_bytes"]})
+        rows.append({**row, "moved_bytes": moved, "held_bytes": held_bytes(row)})
         print(rows[-1], flush=True)
         done = f"{len(rows)} of {len(shares())} shares"  # written as they come: half an hour can be too long
-        how = f"python tools/record_sharding.py cycles with a counting program, {done}: stage mxu, forward and backward, one chip's share"
-        write(cycles={"provenance": record_cycles.provenance(how, report["jax"]), "L": 2048, "D": 128, "results": rows})
+        how = (f"python tools/record_sharding.py cycles with a counting program, {done}, those of B = 4 and H up to 12 from "
+               "v5e_mxu.json: stage mxu, forward and backward of one chip's share,")  # fmt: skip
+        version = json.loads(record_mxu.DATA.read_text())["provenance"]["jax"]
+        write(cycles={"provenance": record_cycles.provenance(how, version), "L": 2048, "D": 128, "results": rows})
+
+
+# ------------------------------------------------------ what eight chips say to each other
+
+SHAPE = dict(B=8, L=256, H=8, D=32)  # small, to be compiled in minutes: what is sent does not hang on it, only how much
+SPREAD = {  # mesh axes and their sizes
+    "H": dict(head=8),
+    "B": dict(batch=8),
+    "H x B": dict(batch=2, head=4),
+    "L": dict(sequence=8),
+}
+
+
+def compiled(stage, spread, how, gradient):
+    """The text of one program for v5e:2x4."""
+    chips = np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices)
+    axes = SPREAD[spread]
+    mesh = Mesh(chips.reshape(*axes.values()), tuple(axes))
+    batch, sequence, head = (x if x in axes else None for x in ("batch", "sequence", "head"))
+    tokens, state = NamedSharding(mesh, P(batch, sequence, head)), NamedSharding(mesh, P(batch, head))
+    run = {"jit": gk.gdn2, "shard_map": functools.partial(sharding.gdn2_sharded, mesh)}[how]
+    if how == "shard_map" and sequence:
+        run = functools.partial(sharding.sequence_parallel, mesh)
+
+    def forward(*inputs):
+        return run(*inputs, stage=stage, interpret=False)
+
+    def both(do, d_state, *inputs):
+        results, pull = jax.vjp(forward, *inputs)
+        return results, pull((do, d_state))
+
+    B, L, H, D = SHAPE.values()
+    x = jax.ShapeDtypeStruct((B, L, H, D), jnp.float32, sharding=tokens)
+    s = jax.ShapeDtypeStruct((B, H, D, D), jnp.float32, sharding=state)
+    results = (tokens, state)
+    if gradient:
+        program = jax.jit(both, out_shardings=(results, (tokens,) * 6)).lower(x, s, *[x] * 6)
+    else:
+        program = jax.jit(forward, out_shardings=results).lower(*[x] * 6)
+    return program.compile()
+
+
+def talk():
+    rows = []
+    programs = itertools.product(SPREAD, ("associative_scan", "mxu", "wy"), ("shard_map", "jit"), (True, False))
+    for spread, stage, how, gradient in sorted(programs, key=lambda x: not x[3]):  # a gradient has its forward in it
+        row = dict(stage=stage, how=how, spread=spread, gradient=gradient)
+        start = time.perf_counter()
+        try:
+            program = compiled(stage, spread, how, gradient)
+        except Exception as error:
+            row["refused"] = str(error).splitlines()[0][:300]
+        else:
+            found = collectives(program.as_text(), 8)
+            row["summary"] = summary(found)
+            row["collectives"] = [{**x._asdict(), "microseconds": x.microseconds} for x in found]
+            row["temporary_bytes"] = program.memory_analysis().temp_size_in_bytes
+        rows.append(row)
+        print(f"{time.perf_counter() - start:5.0f} s", {k: v for k, v in row.items() if k != "collectives"}, flush=True)
+        made = "python tools/record_sharding.py collectives: compiled ahead of time for v5e:2x4, read off the compiled program; no TPU"
+        provenance = {**bench.provenance(made), "libtpu": importlib.metadata.version("libtpu")}
+        write(collectives={"provenance": provenance, "shape": SHAPE, "results": rows})
 
 
 def write(**parts):
@@ -71,5 +170,7 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["cycles", *command] if command:
             cycles(command)
+        case ["collectives"]:
+            talk()
         case _:
             raise SystemExit(__doc__)
