@@ -1,4 +1,4 @@
-"""Commands: `python -m gdn2_kernels COMMAND ..`, each loaded only when it is asked for."""
+"""Commands: `python -m gdn2_kernels COMMAND ..`, each loaded only when asked for."""
 
 import importlib
 import sys

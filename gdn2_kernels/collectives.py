@@ -7,8 +7,17 @@ import math
 import re
 from typing import NamedTuple
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "collective-broadcast")
-BITS = {"pred": 8, "f8": 8, "bf16": 16} | {f"{t}{n}": n for t in "sufc" for n in (4, 8, 16, 32, 64, 128)}
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+    "collective-broadcast",
+)
+BITS = {"pred": 8, "f8": 8, "bf16": 16} | {
+    f"{t}{n}": n for t in "sufc" for n in (4, 8, 16, 32, 64, 128)
+}
 
 # Links between v5e chips: one direction of one link, and the latency of a hop. Both
 # directions of a ring work at once. Source: How to Scale Your Model (scaling book).
@@ -17,8 +26,8 @@ HOP = 1e-6  # seconds
 
 
 class Collective(NamedTuple):
-    """kind: one of `KINDS`. shape: of the result on one device. bytes: of the operand or
-    of the result on one device, the larger. devices: that take part in one. times: it
+    """kind: one of `KINDS`. shape: of the result on one device. bytes: of the operand
+    or of the result on one device, the larger. devices: that take part in one. times: it
     runs in one call of the program; None where a loop does not tell.
     """
 
@@ -50,7 +59,9 @@ def collectives(text: str, devices: int) -> list[Collective]:
     found = {}
     for name, lines in computations.items():
         for line in lines:
-            match = re.match(r"(\([^()]*\)|\S+) (" + "|".join(KINDS) + r")(-start)?\(", line)
+            match = re.match(
+                r"(\([^()]*\)|\S+) (" + "|".join(KINDS) + r")(-start)?\(", line
+            )
             if not match or name not in times:
                 continue
             shape, kind, start = match.groups()
@@ -63,17 +74,19 @@ def collectives(text: str, devices: int) -> list[Collective]:
             n = _group(line, devices)
             if kind == "reduce-scatter":
                 number *= n
-            one = Collective(kind, " ".join(x for _, x in sizes), number, n, times[name])
-            # The compiler may split one collective into many parts that run beside other
-            # work; all carry its channel.
+            one = Collective(
+                kind, " ".join(x for _, x in sizes), number, n, times[name]
+            )
+            # The compiler may split one collective into many parts that run beside
+            # other work; all carry its channel.
             channel = re.search(r"channel_id=(\d+)", line)
             found.setdefault(channel.group() if channel else line, one)
     return list(found.values())
 
 
 def summary(found: list[Collective]) -> dict:
-    """kind -> how many, each counted as often as it runs; and "bytes", "microseconds" of
-    all together, one after another.
+    """kind -> how many, each counted as often as it runs; and "bytes", "microseconds"
+    of all together, one after another.
     """
     total = {"bytes": 0, "microseconds": 0.0}
     for one in found:
@@ -117,7 +130,9 @@ def _times(computations, entry):
     times, waiting = {}, [(entry, 1)]
     while waiting:
         name, n = waiting.pop()
-        if name in times and (times[name] is None or (n is not None and times[name] >= n)):
+        if name in times and (
+            times[name] is None or (n is not None and times[name] >= n)
+        ):
             continue
         times[name] = n
         for line in computations.get(name, ()):
@@ -126,7 +141,10 @@ def _times(computations, entry):
                 known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
                 trips = int(known.group(1)) if known else _trips_of(line, computations)
             inner = None if n is None or trips is None else n * trips
-            for word in re.findall(r"(?:body|calls|to_apply|branch_computations)=\{?([^,}]+(?:, ?%[^,}]+)*)", line):
+            for word in re.findall(
+                r"(?:body|calls|to_apply|branch_computations)=\{?([^,}]+(?:, ?%[^,}]+)*)",
+                line,
+            ):
                 waiting += [(called.strip(" %"), inner) for called in word.split(",")]
     return times
 
@@ -135,5 +153,9 @@ def _trips_of(line, computations):
     """Trips of a loop that counts up from zero to a constant in its condition."""
     condition = re.search(r"condition=%?([\w.\-]+)", line)
     lines = computations.get(condition.group(1), ()) if condition else ()
-    constants = [int(x) for one in lines for x in re.findall(r"^s32\[\]\S* constant\((\d+)\)", one)]
+    constants = [
+        int(x)
+        for one in lines
+        for x in re.findall(r"^s32\[\]\S* constant\((\d+)\)", one)
+    ]
     return constants[0] if len(constants) == 1 else None

@@ -11,8 +11,18 @@ import zipfile
 import numpy as np
 
 ENWIK8 = "https://mattmahoney.net/dc/enwik8.zip"
-ENWIK8_SHA256 = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"  # unpacked
-SKIPPED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings")
+ENWIK8_SHA256 = (
+    "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"  # unpacked
+)
+SKIPPED = (
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+    "encodings",
+)
 CACHE = pathlib.Path("~/.cache/gdn2_kernels").expanduser()
 
 
@@ -40,14 +50,20 @@ def stdlib() -> bytes:
     order: about 10 MB, the same for the same Python.
     """
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    files = [x for x in root.rglob("*.py") if not set(x.relative_to(root).parts) & set(SKIPPED)]
+    files = [
+        x
+        for x in root.rglob("*.py")
+        if not set(x.relative_to(root).parts) & set(SKIPPED)
+    ]
     # By a hash of the name: neighbours in a folder are alike, held-out text should not be
     # all of one folder.
     files.sort(key=lambda x: hashlib.sha256(str(x.relative_to(root)).encode()).digest())
     return b"\n".join(x.read_bytes() for x in files)
 
 
-def enwik8(folder: pathlib.Path = CACHE, url: str = ENWIK8, sha256: str = ENWIK8_SHA256) -> bytes:
+def enwik8(
+    folder: pathlib.Path = CACHE, url: str = ENWIK8, sha256: str = ENWIK8_SHA256
+) -> bytes:
     """The first 10^8 bytes of an English Wikipedia, downloaded once; a download that
     broke off goes on where it stopped.
     """
@@ -67,11 +83,15 @@ def enwik8(folder: pathlib.Path = CACHE, url: str = ENWIK8, sha256: str = ENWIK8
         data = zipfile.ZipFile(archive).read("enwik8")
     except (zipfile.BadZipFile, KeyError) as error:
         archive.unlink()
-        raise ValueError(f"data: the download of enwik8 is damaged ({error}) and was removed; run again") from None
+        raise ValueError(
+            f"data: the download of enwik8 is damaged ({error}) and was removed; run again"
+        ) from None
     found = hashlib.sha256(data).hexdigest()
     if found != sha256:
         archive.unlink()
-        raise ValueError(f"data: expected enwik8 with SHA-256 {sha256}, got {found}; the file was removed")
+        raise ValueError(
+            f"data: expected enwik8 with SHA-256 {sha256}, got {found}; the file was removed"
+        )
     return data
 
 
@@ -97,7 +117,9 @@ def recall_batches(B: int, pairs: int, L: int, vocabulary: int, seed: int = 0):
     """
     half = vocabulary // 2
     if not 0 < pairs < half or L < 3 * pairs:
-        raise ValueError(f"pairs: expected 1 .. {min(half - 1, L // 3)} with L={L}, vocabulary={vocabulary}, got {pairs}")
+        raise ValueError(
+            f"pairs: expected 1 .. {min(half - 1, L // 3)} with L={L}, vocabulary={vocabulary}, got {pairs}"
+        )
 
     def batch(step):
         random = np.random.default_rng((seed, step))
@@ -106,7 +128,10 @@ def recall_batches(B: int, pairs: int, L: int, vocabulary: int, seed: int = 0):
         for row in range(B):
             keys = random.choice(np.arange(1, half), pairs, replace=False)
             values = random.integers(half, vocabulary, pairs)
-            inputs[row, 0 : 2 * pairs : 2], inputs[row, 1 : 2 * pairs : 2] = keys, values
+            inputs[row, 0 : 2 * pairs : 2], inputs[row, 1 : 2 * pairs : 2] = (
+                keys,
+                values,
+            )
             at = 2 * pairs + random.choice(L - 2 * pairs, pairs, replace=False)
             inputs[row, at], targets[row, at] = keys, values
         return inputs, targets

@@ -31,8 +31,8 @@ from gdn2_kernels.sharding import gdn2_sharded
 class Config:
     """attention_every: 0 for none, n for every n-th layer (1: all). gate_rank: of the
     output gate. conv: tokens the short convolution sees. dtype: of activations,
-    "float32" or "bfloat16". stage, precision: as of `gdn2`. remat: compute a layer again
-    in the backward pass instead of keeping what it made.
+    "float32" or "bfloat16". stage, precision: as of `gdn2`. remat: compute a layer
+    again in the backward pass instead of keeping what it made.
     """
 
     d_model: int = 128
@@ -79,14 +79,16 @@ SMALL = ("norm", "conv", "log_rate", "dt_bias", "gate_down", "gate_up")
 
 
 def init(key: jax.Array, config: Config) -> dict:
-    """Parameters: {"embedding" (vocabulary, D), "blocks": one dict for each place in the
-    pattern, arrays (R, ..), "norm" (D,), "head" (D, vocabulary)}.
+    """Parameters: {"embedding" (vocabulary, D), "blocks": one dict for each place in
+    the pattern, arrays (R, ..), "norm" (D,), "head" (D, vocabulary)}.
     """
     first, last, *keys = jax.random.split(key, 2 + len(config.pattern))
     repetitions = config.layers // len(config.pattern)
 
     def stacked(key, kind):
-        return jax.vmap(lambda key: _block(key, kind, config))(jax.random.split(key, repetitions))
+        return jax.vmap(lambda key: _block(key, kind, config))(
+            jax.random.split(key, repetitions)
+        )
 
     shape = (config.vocabulary, config.d_model)
     return {
@@ -103,7 +105,9 @@ def _block(key, kind, config):
 
     def matrix(rows, columns):  # Xavier with the published gain
         bound = 2**-2.5 * math.sqrt(6 / (rows + columns))
-        return jax.random.uniform(next(keys), (rows, columns), minval=-bound, maxval=bound)
+        return jax.random.uniform(
+            next(keys), (rows, columns), minval=-bound, maxval=bound
+        )
 
     block = {
         "norm_mixer": jnp.ones(D),
@@ -121,7 +125,11 @@ def _block(key, kind, config):
     # exp(g) is the step response of a decay at rate exp(log_rate) over a time dt: rates
     # from 1 to 16, times from a thousandth to a tenth.
     rate = jax.random.uniform(next(keys), (config.heads,), minval=1.0, maxval=16.0)
-    dt = jnp.exp(jax.random.uniform(next(keys), (inner,), minval=math.log(1e-3), maxval=math.log(0.1)))
+    dt = jnp.exp(
+        jax.random.uniform(
+            next(keys), (inner,), minval=math.log(1e-3), maxval=math.log(0.1)
+        )
+    )
     return block | {
         "erase": matrix(D, inner),
         "write": matrix(D, inner),
@@ -135,7 +143,9 @@ def _block(key, kind, config):
 
 
 def _conv_init(key, width, channels):
-    return jax.random.uniform(key, (width, channels), minval=-1, maxval=1) / math.sqrt(width)
+    return jax.random.uniform(key, (width, channels), minval=-1, maxval=1) / math.sqrt(
+        width
+    )
 
 
 def count(params: dict, small: bool = True) -> int:
@@ -163,9 +173,14 @@ def start(config: Config, B: int, length: int = 0) -> dict:
         tail = jnp.zeros((R, B, config.conv - 1, 3 * H * K), dtype)
         if kind == "gdn2":
             return {"tail": tail, "S": jnp.zeros((R, B, H, K, K))}
-        return {"tail": tail} | {x: jnp.zeros((R, B, length, H, K), dtype) for x in ("keys", "values")}
+        return {"tail": tail} | {
+            x: jnp.zeros((R, B, length, H, K), dtype) for x in ("keys", "values")
+        }
 
-    return {"position": jnp.zeros((), jnp.int32), "blocks": [of(kind) for kind in config.pattern]}
+    return {
+        "position": jnp.zeros((), jnp.int32),
+        "blocks": [of(kind) for kind in config.pattern],
+    }
 
 
 # ------------------------------------------------------ forward
@@ -190,10 +205,14 @@ def forward(params, tokens, config: Config, state=None, mesh=None):
         blocks, states = one
         after = []
         for kind, block, s in zip(config.pattern, blocks, states):
-            mixer = functools.partial(_mixers[kind], config=config, position=position, mesh=mesh)
+            mixer = functools.partial(
+                _mixers[kind], config=config, position=position, mesh=mesh
+            )
             mixed, s = mixer(block, norm(x, block["norm_mixer"]), s)
             x = x + mixed
-            hidden = jax.nn.silu(norm(x, block["norm_mlp"]) @ block["mlp_up"].astype(dtype))
+            hidden = jax.nn.silu(
+                norm(x, block["norm_mlp"]) @ block["mlp_up"].astype(dtype)
+            )
             x = x + hidden @ block["mlp_down"].astype(dtype)
             after.append(s)
         return x, after
@@ -238,7 +257,7 @@ def _qkv(block, x, tail, config):
     return *(a.reshape(B, L, config.heads, config.head_dim) for a in qkv), y[:, L:]
 
 
-def _gdn2(block, x, state, *, config, position, mesh):
+def gdn2_mixer(block, x, state, *, config, position, mesh):
     """(B, L, D) -> (B, L, D)."""
     B, L, _ = x.shape
     H, K = config.heads, config.head_dim
@@ -250,7 +269,9 @@ def _gdn2(block, x, state, *, config, position, mesh):
 
     b, w = jax.nn.sigmoid(project("erase")), jax.nn.sigmoid(project("write"))
     # The decay in float32: bfloat16 would round what should remember to never forget.
-    dt = jax.nn.softplus(project("decay").astype(jnp.float32) + block["dt_bias"].reshape(H, K))
+    dt = jax.nn.softplus(
+        project("decay").astype(jnp.float32) + block["dt_bias"].reshape(H, K)
+    )
     g = -jnp.exp(block["log_rate"])[:, None] * dt
     run = gdn2 if mesh is None else functools.partial(gdn2_sharded, mesh)
     options = dict(stage=config.stage, precision=config.precision)
@@ -265,7 +286,7 @@ def _gdn2(block, x, state, *, config, position, mesh):
     return o.reshape(B, L, H * K) @ block["out"].astype(x.dtype), after
 
 
-def _attention(block, x, state, *, config, position, mesh):
+def attention_mixer(block, x, state, *, config, position, mesh):
     """(B, L, D) -> (B, L, D). The convolution tells neighbours apart; there is no other
     encoding of places.
     """
@@ -282,7 +303,7 @@ def _attention(block, x, state, *, config, position, mesh):
     return o.reshape(B, L, -1) @ block["out"].astype(x.dtype), after
 
 
-_mixers = {"gdn2": _gdn2, "attention": _attention}
+_mixers = {"gdn2": gdn2_mixer, "attention": attention_mixer}
 
 
 # ------------------------------------------------------ loss and generation

@@ -33,9 +33,11 @@ from gdn2_kernels.tile import compute_dtype, matmul
 WIDEST = 256  # channels that a kernel takes
 
 
-def gdn2_sharded(mesh: Mesh, q, k, v, g, b, w, *, scale=None, initial_state=None, **options):
-    """`gdn2` with batch and heads spread over devices. No collectives in the op, forward
-    or backward, whatever the stage.
+def gdn2_sharded(
+    mesh: Mesh, q, k, v, g, b, w, *, scale=None, initial_state=None, **options
+):
+    """`gdn2` with batch and heads spread over devices. No collectives in the op,
+    forward or backward, whatever the stage.
 
     Arguments:
       mesh: axes named "batch" and "head"; either may be missing. Their sizes divide
@@ -62,7 +64,9 @@ def gdn2_sharded(mesh: Mesh, q, k, v, g, b, w, *, scale=None, initial_state=None
     return _shard_map(local, mesh, specs, (tokens, state))(*arrays)
 
 
-def sequence_parallel(mesh: Mesh, q, k, v, g, b, w, *, scale=None, initial_state=None, **options):
+def sequence_parallel(
+    mesh: Mesh, q, k, v, g, b, w, *, scale=None, initial_state=None, **options
+):
     """`gdn2` with the tokens spread over devices, equal to it up to rounding.
 
     One all-gather of (K, K+V) float32 numbers per head, batch entry and device forward,
@@ -87,9 +91,11 @@ def sequence_parallel(mesh: Mesh, q, k, v, g, b, w, *, scale=None, initial_state
 
 
 def _shard_map(f, mesh, in_specs, out_specs):
-    # JAX's own check of what varies over the mesh is off: it cannot know that all devices
-    # work out one final state, nor does its interpreter of kernels take part.
-    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    # JAX's own check of what varies over the mesh is off: it cannot know that all
+    # devices work out one final state, nor does its interpreter of kernels take part.
+    return jax.shard_map(
+        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
 
 
 # ------------------------------------------------------ one piece of the sequence
@@ -206,7 +212,9 @@ class Suggestion(NamedTuple):
         wanted = self.batch * self.head
         if len(devices) < wanted:
             raise ValueError(f"devices: expected at least {wanted}, got {len(devices)}")
-        return Mesh(np.array(devices[:wanted]).reshape(self.batch, self.head), ("batch", "head"))
+        return Mesh(
+            np.array(devices[:wanted]).reshape(self.batch, self.head), ("batch", "head")
+        )
 
 
 def suggest_mesh(B: int, H: int, devices: int) -> Suggestion:
@@ -222,19 +230,38 @@ def suggest_mesh(B: int, H: int, devices: int) -> Suggestion:
     """
     for name, n in (("B", B), ("H", H), ("devices", devices)):
         if not isinstance(n, int) or n < 1:
-            raise ValueError(f"{name}: expected a whole number of at least 1, got {n!r}")
-    even = [(x, y) for x in range(1, devices + 1) for y in range(1, devices // x + 1) if B % x == 0 and H % y == 0]
+            raise ValueError(
+                f"{name}: expected a whole number of at least 1, got {n!r}"
+            )
+    even = [
+        (x, y)
+        for x in range(1, devices + 1)
+        for y in range(1, devices // x + 1)
+        if B % x == 0 and H % y == 0
+    ]
     batch, head = max(even, key=lambda pair: (pair[0] * pair[1], pair[0]))
     share = B // batch, H // head
-    reasons = [f"each device gets {share[0]} x {share[1]} of the {B} x {H} pairs of batch and head"]
+    reasons = [
+        f"each device gets {share[0]} x {share[1]} of the {B} x {H} pairs of batch and head"
+    ]
     if head == 1:
-        reasons.append("the batch alone fills the devices: nothing is summed over devices but gradients of weights")
+        reasons.append(
+            "the batch alone fills the devices: nothing is summed over devices but gradients of weights"
+        )
     else:
-        why = f"{batch} is as far as the batch goes" if batch > 1 else "the batch does not divide"
-        reasons.append(f"{why}, so heads are split {head} ways; the output projection then sums over these")
+        why = (
+            f"{batch} is as far as the batch goes"
+            if batch > 1
+            else "the batch does not divide"
+        )
+        reasons.append(
+            f"{why}, so heads are split {head} ways; the output projection then sums over these"
+        )
     idle = devices - batch * head
     if idle:
-        reasons.append(f"{idle} of {devices} devices stay idle: no even split uses them; another B would, or `sequence_parallel`")
+        reasons.append(
+            f"{idle} of {devices} devices stay idle: no even split uses them; another B would, or `sequence_parallel`"
+        )
     return Suggestion(batch, head, share, tuple(reasons))
 
 
@@ -262,13 +289,15 @@ def _check_divides(mesh, q, **axes):
 
 
 def _specs(mesh):
-    batch, sequence, head = (x if x in mesh.axis_names else None for x in ("batch", "sequence", "head"))
+    batch, sequence, head = (
+        x if x in mesh.axis_names else None for x in ("batch", "sequence", "head")
+    )
     return P(batch, sequence, head), P(batch, head)
 
 
 def _checked(q, k, v, g, b, w, scale, initial_state):
-    """The checks of `gdn2`, of whole arrays and where g is known, and what it would fill
-    in, as arrays: shard_map takes nothing else.
+    """The checks of `gdn2`, of whole arrays and where g is known, and what it would
+    fill in, as arrays: shard_map takes nothing else.
     """
     inputs = api._checked_inputs(q, k, v, g, b, w)
     B, _, H, K = inputs[0].shape

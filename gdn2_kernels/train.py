@@ -25,7 +25,9 @@ try:
     import orbax.checkpoint as ocp
     from tqdm import tqdm
 except ImportError as error:
-    raise ImportError(f"training needs optax, orbax-checkpoint and tqdm ({error.name} is missing): pip install optax orbax-checkpoint tqdm") from None
+    raise ImportError(
+        f"training needs optax, orbax-checkpoint and tqdm ({error.name} is missing): pip install optax orbax-checkpoint tqdm"
+    ) from None
 
 SPIKE = 10  # a gradient so many times its running mean is not followed
 
@@ -35,7 +37,9 @@ def optimizer(steps: int, rate: float = 3e-3, decay: float = 0.1):
     clipped at norm 1; weights decay, but not rates, biases and norms.
     """
     warm_up = max(1, steps // 20)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warm_up, max(steps, warm_up + 1), rate / 10)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, rate, warm_up, max(steps, warm_up + 1), rate / 10
+    )
 
     def decays(params):
         def large(path, _):
@@ -43,24 +47,33 @@ def optimizer(steps: int, rate: float = 3e-3, decay: float = 0.1):
 
         return jax.tree_util.tree_map_with_path(large, params)
 
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, 0.9, 0.95, weight_decay=decay, mask=decays))
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(schedule, 0.9, 0.95, weight_decay=decay, mask=decays),
+    )
 
 
 def begin(config: model.Config, optimize, seed: int = 0) -> dict:
     """All that training knows between two steps, a pytree of arrays."""
     params = model.init(jax.random.key(seed), config)
-    zero = jnp.zeros((), jnp.int32)
-    return {"params": params, "optimizer": optimize.init(params), "step": zero, "skipped": zero,
-            "typical": jnp.zeros(())}  # fmt: skip
+    return {
+        "params": params,
+        "optimizer": optimize.init(params),
+        "step": jnp.zeros((), jnp.int32),
+        "skipped": jnp.zeros((), jnp.int32),
+        "typical": jnp.zeros(()),  # size of a gradient
+    }
 
 
 def step(state, inputs, targets, config, optimize, mesh=None):
-    """One step; one whose loss or gradient is not finite, or whose gradient is more than
-    `SPIKE` times as large as usual, changes no parameter and is counted.
+    """One step; one whose loss or gradient is not finite, or whose gradient is more
+    than `SPIKE` times as large as usual, changes no parameter and is counted.
 
     Returns: new state, {"loss", "gradient" (its norm), "ok"}.
     """
-    loss, gradients = jax.value_and_grad(model.loss)(state["params"], inputs, targets, config, mesh)
+    loss, gradients = jax.value_and_grad(model.loss)(
+        state["params"], inputs, targets, config, mesh
+    )
     size, typical = optax.global_norm(gradients), state["typical"]
     finite = jnp.isfinite(loss) & jnp.isfinite(size)
     ok = finite & ((typical == 0) | (size < SPIKE * typical))
@@ -83,7 +96,19 @@ def step(state, inputs, targets, config, optimize, mesh=None):
     return state, {"loss": loss, "gradient": size, "ok": ok}
 
 
-def train(config, batches, steps, *, folder=None, rate=3e-3, seed=0, save_every=100, data_parallel=True, bar=True, stop_at=None):
+def train(
+    config,
+    batches,
+    steps,
+    *,
+    folder=None,
+    rate=3e-3,
+    seed=0,
+    save_every=100,
+    data_parallel=True,
+    bar=True,
+    stop_at=None,
+):
     """Train for `steps`, or go on from the last checkpoint in `folder`.
 
     Arguments:
@@ -100,7 +125,9 @@ def train(config, batches, steps, *, folder=None, rate=3e-3, seed=0, save_every=
     if folder is not None:
         folder = pathlib.Path(folder).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=2, enable_async_checkpointing=False
+        )
         manager = ocp.CheckpointManager(folder / "checkpoints", options=options)
         if manager.latest_step() is not None:
             state, losses = resume(manager, state, folder)
@@ -110,15 +137,24 @@ def train(config, batches, steps, *, folder=None, rate=3e-3, seed=0, save_every=
     if mesh is not None:
         spread = NamedSharding(mesh, P("batch"))
         state = jax.device_put(state, NamedSharding(mesh, P()))
-    one_step = jax.jit(functools.partial(step, config=config, optimize=optimize, mesh=mesh), donate_argnums=0)
+    one_step = jax.jit(
+        functools.partial(step, config=config, optimize=optimize, mesh=mesh),
+        donate_argnums=0,
+    )
 
     def save():
         if manager is not None and manager.latest_step() != len(losses):
             manager.save(len(losses), args=ocp.args.StandardSave(state))
-            lines = (json.dumps({"step": n + 1, "loss": loss}) + "\n" for n, loss in enumerate(losses))
+            lines = (
+                json.dumps({"step": n + 1, "loss": loss}) + "\n"
+                for n, loss in enumerate(losses)
+            )
             (folder / "loss.jsonl").write_text("".join(lines))
 
-    with _Stop() as stop, tqdm(total=steps, initial=len(losses), disable=not bar) as progress:
+    with (
+        _Stop() as stop,
+        tqdm(total=steps, initial=len(losses), disable=not bar) as progress,
+    ):
         while len(losses) < steps and not stop.asked and len(losses) != stop_at:
             batch = batches(len(losses))
             if spread is not None:
@@ -126,7 +162,9 @@ def train(config, batches, steps, *, folder=None, rate=3e-3, seed=0, save_every=
             state, seen = one_step(state, *batch)
             losses.append(float(seen["loss"]) if seen["ok"] else float("nan"))
             progress.update()
-            progress.set_postfix(loss=f"{losses[-1]:.3f}", skipped=int(state["skipped"]))
+            progress.set_postfix(
+                loss=f"{losses[-1]:.3f}", skipped=int(state["skipped"])
+            )
             if len(losses) % save_every == 0:
                 save()
     save()
@@ -138,7 +176,9 @@ def train(config, batches, steps, *, folder=None, rate=3e-3, seed=0, save_every=
 def resume(manager, like, folder):
     """The last checkpoint, and the losses up to it."""
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(shapes))
+    state = manager.restore(
+        manager.latest_step(), args=ocp.args.StandardRestore(shapes)
+    )
     lines = (folder / "loss.jsonl").read_text().splitlines()
     return state, [json.loads(line)["loss"] for line in lines][: int(state["step"])]
 
@@ -147,7 +187,9 @@ def restored(folder):
     """Config and parameters of a run."""
     folder = pathlib.Path(folder).absolute()
     if not (folder / "config.json").exists():
-        raise ValueError(f"run: expected the folder of a training run, got {str(folder)!r}")
+        raise ValueError(
+            f"run: expected the folder of a training run, got {str(folder)!r}"
+        )
     config = model.Config(**json.loads((folder / "config.json").read_text()))
     with ocp.CheckpointManager(folder / "checkpoints") as manager:
         like = begin(config, optimizer(1))
@@ -201,7 +243,9 @@ def accuracy(config, params, batch):
 
 def main(words):
     """python -m gdn2_kernels train"""
-    parser = argparse.ArgumentParser(prog="python -m gdn2_kernels train", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m gdn2_kernels train", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("--preset", default="tiny", choices=model.PRESETS)
     parser.add_argument("--data", default="stdlib", help="stdlib, enwik8, or a file")
     parser.add_argument("--steps", type=int, default=300)
@@ -211,7 +255,10 @@ def main(words):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stage", default="auto")
     parser.add_argument("--save-every", type=int, default=100)
-    parser.add_argument("--folder", help="default: runs/PRESET-DATA; a run that is there is gone on with")
+    parser.add_argument(
+        "--folder",
+        help="default: runs/PRESET-DATA; a run that is there is gone on with",
+    )
     o = parser.parse_args(words)
     environment.banner()
     config = dataclasses.replace(model.PRESETS[o.preset], stage=o.stage)
@@ -223,7 +270,9 @@ def main(words):
     print(f"step {len(losses)} of {o.steps}: loss {np.nanmean(losses[-20:]):.3f} nats per byte (mean of the last 20), "
           f"{int(state['skipped'])} steps skipped")  # fmt: skip
     if len(losses) == o.steps:
-        print(f"held out: {held_out(config, state['params'], text[cut:]):.3f} nats per byte")
+        print(
+            f"held out: {held_out(config, state['params'], text[cut:]):.3f} nats per byte"
+        )
     plot(losses, folder / "loss.png")
     print("in", folder)
 
@@ -247,7 +296,9 @@ def plot(losses, path):
 def main_generate(words):
     """python -m gdn2_kernels generate"""
     parser = argparse.ArgumentParser(prog="python -m gdn2_kernels generate")
-    parser.add_argument("--folder", default="runs/tiny-stdlib", help="of a training run")
+    parser.add_argument(
+        "--folder", default="runs/tiny-stdlib", help="of a training run"
+    )
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--bytes", type=int, default=300)
     parser.add_argument("--temperature", type=float, default=0.7)
@@ -256,6 +307,10 @@ def main_generate(words):
     if not o.prompt:
         parser.error("--prompt: expected at least one character")
     config, params = restored(o.folder)
-    prompt = jnp.asarray(np.frombuffer(o.prompt.encode(), np.uint8)[None].astype(np.int32))
-    found = model.generate(params, prompt, config, o.bytes, jax.random.key(o.seed), o.temperature)
+    prompt = jnp.asarray(
+        np.frombuffer(o.prompt.encode(), np.uint8)[None].astype(np.int32)
+    )
+    found = model.generate(
+        params, prompt, config, o.bytes, jax.random.key(o.seed), o.temperature
+    )
     print(o.prompt + bytes(np.asarray(found[0], np.uint8)).decode(errors="replace"))

@@ -23,9 +23,15 @@ SMALL = model.Config(d_model=16, heads=2, head_dim=8, layers=2, mlp=24, vocabula
 HYBRID = dataclasses.replace(SMALL, attention_every=2)
 
 
+QUICK = {"xla_backend_optimization_level": 0}  # programs that run once
+
+
 @functools.cache
 def params(config):
-    return jax.jit(functools.partial(model.init, config=config))(jax.random.key(0))
+    """Any numbers will do, and numpy has them without a compiler."""
+    random = np.random.default_rng(0)
+    shapes = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
+    return jax.tree.map(lambda x: jnp.asarray(0.5 * random.normal(size=x.shape), x.dtype), shapes)
 
 
 def tokens(L, B=2, seed=0):
@@ -34,7 +40,7 @@ def tokens(L, B=2, seed=0):
 
 @functools.cache
 def forward(config):
-    return jax.jit(functools.partial(model.forward, config=config))
+    return jax.jit(functools.partial(model.forward, config=config), compiler_options=QUICK)
 
 
 # ------------------------------------------------------ the model
@@ -51,7 +57,7 @@ def test_presets_have_the_published_sizes(name, large, all_):
 
 
 def test_gates_begin_as_published():
-    block = params(SMALL)["blocks"][0]
+    block = model.init(jax.random.key(0), SMALL)["blocks"][0]
     dt = np.asarray(jax.nn.softplus(block["dt_bias"]))
     assert 0.99e-3 < dt.min() and dt.max() < 0.101
     rate = np.exp(np.asarray(block["log_rate"]))
@@ -79,7 +85,7 @@ def test_decoding_is_the_forward_pass():
 
 def test_generating_takes_what_forward_finds_likeliest():
     prompt = tokens(5)
-    run = jax.jit(functools.partial(model.generate, config=HYBRID, steps=4, key=jax.random.key(0), temperature=0))
+    run = jax.jit(functools.partial(model.generate, config=HYBRID, steps=4, key=jax.random.key(0), temperature=0), compiler_options=QUICK)
     found = np.asarray(run(params(HYBRID), prompt))
     text = jnp.concatenate([prompt, found], 1)
     logits, _ = forward(HYBRID)(params(HYBRID), text)
@@ -91,7 +97,7 @@ def test_a_zero_embedding_has_finite_gradients():
     p["embedding"] = p["embedding"].at[3].set(0)
     p["blocks"] = [b | {"q": 0 * b["q"], "k": 0 * b["k"]} for b in p["blocks"]]
     text = jnp.full((1, 6), 3)
-    gradients = jax.jit(jax.grad(functools.partial(model.loss, config=SMALL)))(p, text, text)
+    gradients = jax.jit(jax.grad(functools.partial(model.loss, config=SMALL)), compiler_options=QUICK)(p, text, text)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
 
 
@@ -128,7 +134,7 @@ def test_stopped_and_gone_on_with_it_is_the_same_run_to_the_bit(tmp_path):
 
 def test_bad_steps_change_nothing_and_are_counted():
     config, optimize = SMALL, train.optimizer(10)
-    step = jax.jit(functools.partial(train.step, config=config, optimize=optimize))
+    step = jax.jit(functools.partial(train.step, config=config, optimize=optimize), compiler_options=QUICK)
     state = train.begin(config, optimize)
     state, _ = step(state, *BATCHES(0))
     # A parameter that makes the loss NaN, and a gradient that is far from usual.
@@ -145,7 +151,7 @@ def test_bad_steps_change_nothing_and_are_counted():
 
 def test_a_spike_that_stays_is_followed_in_the_end():
     config, optimize = SMALL, train.optimizer(100)
-    step = jax.jit(functools.partial(train.step, config=config, optimize=optimize))
+    step = jax.jit(functools.partial(train.step, config=config, optimize=optimize), compiler_options=QUICK)
     state = train.begin(config, optimize)
     state, _ = step(state, *BATCHES(0))
     state["typical"] = state["typical"] / 1000

@@ -1,10 +1,11 @@
 """Record what the chapter `sharding` quotes, in book/data/sharding.json. Two parts, in any order:
 
-    python tools/record_sharding.py collectives     programs for eight chips, v5e:2x4, and what they say to each other
-    python tools/record_sharding.py cycles COMMAND ..   COMMAND is the counting program of `record_cycles.py`
+    python tools/record_sharding.py collectives [--go-on]   what programs for eight chips, v5e:2x4, say to each other
+    python tools/record_sharding.py cycles COMMAND ..       COMMAND is the counting program of `record_cycles.py`
 
-No TPU is needed: both compile ahead of time with libtpu. The first takes about five minutes, the second about half an
-hour; its reports are kept in _build/record_sharding for one state of the kernels, so that a run that broke off goes on.
+No TPU is needed: both compile ahead of time with libtpu, 48 and up to 33 programs of up to a minute each, and write what
+they have after each of them. --go-on keeps the programs that the file has; reports of the second are kept in
+_build/record_sharding for one state of the kernels.
 """
 
 import functools
@@ -91,7 +92,7 @@ def cycles(command):
         row = {name: row[name] for name in ("B", "H", "milliseconds", "cycles", "temporary_bytes")}
         rows.append({**row, "moved_bytes": moved, "held_bytes": held_bytes(row)})
         print(rows[-1], flush=True)
-        done = f"{len(rows)} of {len(shares())} shares"  # written as they come: half an hour can be too long
+        done = f"{len(rows)} of {len(shares())} shares"
         how = (f"python tools/record_sharding.py cycles with a counting program, {done}, those of B = 4 and H up to 12 from "
                "v5e_mxu.json: stage mxu, forward and backward of one chip's share,")  # fmt: skip
         version = json.loads(record_mxu.DATA.read_text())["provenance"]["jax"]
@@ -100,12 +101,12 @@ def cycles(command):
 
 # ------------------------------------------------------ what eight chips say to each other
 
-SHAPE = dict(B=8, L=256, H=8, D=32)  # small, to be compiled in minutes: what is sent does not hang on it, only how much
+SHAPE = dict(B=8, L=64, H=8, D=16)  # small, to be compiled in minutes: what is sent does not hang on it, only how much
 SPREAD = {  # mesh axes and their sizes
     "H": dict(head=8),
-    "B": dict(batch=8),
-    "H x B": dict(batch=2, head=4),
     "L": dict(sequence=8),
+    "H x B": dict(batch=2, head=4),
+    "B": dict(batch=8),
 }
 
 
@@ -138,10 +139,13 @@ def compiled(stage, spread, how, gradient):
     return program.compile()
 
 
-def talk():
-    rows = []
+def talk(go_on):
+    rows = json.loads(DATA.read_text())["collectives"]["results"] if go_on else []
+    there = [[row[x] for x in ("spread", "stage", "how", "gradient")] for row in rows]
     programs = itertools.product(SPREAD, ("associative_scan", "mxu", "wy"), ("shard_map", "jit"), (True, False))
     for spread, stage, how, gradient in sorted(programs, key=lambda x: not x[3]):  # a gradient has its forward in it
+        if [spread, stage, how, gradient] in there:
+            continue
         row = dict(stage=stage, how=how, spread=spread, gradient=gradient)
         start = time.perf_counter()
         try:
@@ -170,7 +174,7 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["cycles", *command] if command:
             cycles(command)
-        case ["collectives"]:
-            talk()
+        case ["collectives", *go_on] if go_on in ([], ["--go-on"]):
+            talk(bool(go_on))
         case _:
             raise SystemExit(__doc__)
