@@ -12,6 +12,7 @@ It computes `plain.backward_chunk` with the arrangements of the forward kernel, 
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from gdn2_kernels.stages.mxu import levels_back, tiles, tree
 from gdn2_kernels.stages.mxu.forward import IN_REGISTERS, WHOLE_REGISTERS
 from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, spread, write
+from gdn2_kernels.stages.mxu.lanes import unstacked
 from gdn2_kernels.stages.mxu.passes import PASSES
 from gdn2_kernels.stages.mxu.tiles import (
     REGISTER,
@@ -66,8 +68,8 @@ class Refs(NamedTuple):
     large: object  # (4, C, K): of levels 8 .. 64
     dz: object  # (C, V); dvn before it
     turned: object  # (2, V, C): do, dz transposed
-    pairs: object  # (2, C, C): dAqk, dA
-    turned_pairs: object  # (2, C, C)
+    pairs: object  # (2, members, C, C): dAqk, dA
+    turned_pairs: object  # (2, members, C, C)
     so_far: object  # (3, C, K): dq, d(b*k), dk
     shared: (
         object  # (C, max(K, V)): vn turned back, and when it is used up what is owed
@@ -75,15 +77,15 @@ class Refs(NamedTuple):
     near: object  # (4, C, K): dq, d(b*k), dk, dg of level 1 and the diagonal
 
 
-def backward_scratch(C, K, V):
+def backward_scratch(C, K, V, members):
     factors = [(C, K), (C, K), (2, C, K), (4, C, K)]
-    products = [(C, V), (2, V, C), (2, C, C), (2, C, C)]
+    products = [(C, V), (2, V, C), *[(2, members, C, C)] * 2]
     return [(V, K), *factors, *products, (3, C, K), (C, max(K, V)), (4, C, K)]
 
 
 def backward_kernel(*refs, precision):
     refs, passes = Refs(*refs), PASSES[precision]
-    heads = heads_of(refs.d_final)
+    heads = heads_of(refs.d_final, members=refs.X.shape[2] // C)
     n = pl.program_id(2)
 
     @pl.when(n == 0)
@@ -131,23 +133,26 @@ def load(refs, head, tile=slice(None)):
 
 def solve(refs, head, passes):
     """The tree, dz, and the gradients of all pairs."""
-    n, (V, K) = head.n, refs.d_state.shape[1:]
+    n, (V, K), lanes = head.n, refs.d_state.shape[1:], head.lanes
     build_tree(refs, head, passes)
     do, dS = read(refs.do, head, V), refs.d_state[n]
     refs.turned[n, 0] = do.T
     refs.shared[n, :, :V] = f32(refs.vn[head.at]).T
     kg = read(refs.k, head, K) * refs.U[n]
-    dvn = passes.dot(f32(refs.Aqk[head.at]), do)
+    # Residuals of members stand one below the other.
+    dvn = lanes.chosen(unstacked(passes.dot(f32(refs.Aqk[head.at]), do), lanes.members))
     refs.dz[n] = dvn + passes.dot(kg, dS, transpose_b=True)
     yield
     dz = passes.dot(f32(refs.X[head.at]), refs.dz[n])
+    dz = lanes.chosen(unstacked(dz, lanes.members))
     write(refs.dv, head, dz * read(refs.w, head, V))
     write(refs.dw, head, dz * read(refs.v, head, V))
     refs.dz[n] = -dz  # from here on
     refs.turned[n, 1] = -dz.T
     yield
-    from_vn = passes.dot(jnp.concatenate([do, refs.dz[n]]), f32(refs.vn[head.at]))
-    refs.pairs[n, 0], refs.pairs[n, 1] = from_vn[:C], from_vn[C:]
+    both = jnp.concatenate([do, refs.dz[n]])
+    for i, x in enumerate(lanes.pairs_by_values(passes, both, f32(refs.vn[head.at]))):
+        refs.pairs[n, 0, i], refs.pairs[n, 1, i] = x[:C], x[C:]
 
 
 def build_tree(refs, head, passes):
@@ -175,10 +180,20 @@ def start_from_state(refs, head, passes):
     both = jnp.concatenate([read(refs.do, head, V), dz])
     from_state = passes.dot(both, f32(refs.entering[head.at]))
     refs.so_far[n, 0], refs.so_far[n, 1] = from_state[:C] * P, from_state[C:] * P
-    for i in range(2):
-        refs.turned_pairs[n, i] = refs.pairs[n, i].T
+    for i, member in both_of_members(head):
+        refs.turned_pairs[n, i, member] = refs.pairs[n, i, member].T
     refs.so_far[n, 2] = passes.dot(refs.shared[n, :, :V], refs.d_state[n]) * U
     yield
+
+
+def both_of_members(head):
+    """Places of dAqk, then dA, of all members."""
+    return itertools.product(range(2), range(head.lanes.members))
+
+
+def by_member(head, of):
+    """[dAqk of each member], [dA of each member], of(place) each."""
+    return [[of((i, m)) for m in range(head.lanes.members)] for i in range(2)]
 
 
 def large_levels(refs, head, passes):
@@ -186,15 +201,15 @@ def large_levels(refs, head, passes):
     n, K = head.n, refs.d_state.shape[2]
     q, k, b = load(refs, head)
     bk = b * k
-    pairs = tuple(passes.split(refs.pairs[n, i]) for i in range(2))
+    pairs = by_member(head, lambda at: passes.split(refs.pairs[(n, *at)]))
     sums = tuple(refs.so_far[n, i] for i in range(3))
     owed = first_row_of(refs, head)
     for level, h in reversed(list(enumerate(WHOLE_REGISTERS))):
         owed = levels_back.owed_over_halves(q, k, bk, sums, owed, h)
+        turned = by_member(head, lambda at: refs.turned_pairs[(n, *at)])
         sums = levels_back.level(
-            q, k, bk, refs.large[n, level], pairs, refs.turned_pairs[n, 0],
-            refs.turned_pairs[n, 1], sums, h, passes,
-        )  # fmt: skip
+            q, k, bk, refs.large[n, level], pairs, turned, sums, h, passes, head.lanes
+        )
         if level == 0:
             refs.shared[n, :, :K] = matrix(owed)
             for i, x in enumerate(sums):
@@ -213,10 +228,15 @@ def first_row_of(refs, head):
 
 
 def neighbours_to_gather(refs, head):
-    """Packed blocks of which column t - 1 is, for row t: the diagonal, and level 1."""
-    dAqk, dA = (tiles.pack_blocks(refs.pairs[head.n, i]) for i in range(2))
+    """Packed blocks of which column t - 1 is, for row t: the diagonal, and level 1. Of
+    each member.
+    """
     odd = (rows(REGISTER) & np.int32(1)) != 0
-    return roll_lanes(dAqk, -1), only(odd, dAqk), only(odd, dA)
+    packed = by_member(head, lambda at: tiles.pack_blocks(refs.pairs[(head.n, *at)]))
+    return [
+        (roll_lanes(dAqk, -1), only(odd, dAqk), only(odd, dA))
+        for dAqk, dA in zip(*packed)
+    ]
 
 
 def neighbours(refs, heads, gathered, at):
@@ -225,10 +245,10 @@ def neighbours(refs, heads, gathered, at):
     parts = [[] for _ in heads]
     for start in range(at.start, at.stop, ROWS):
         lanes = (row + np.int32(start - 1)) & np.int32(C - 1)
-        for part, packed in zip(
-            parts, gathered
-        ):  # heads inside: they share the pattern
-            part.append([tiles.lane_gather(x, lanes) for x in packed])
+        # Heads inside: they share the pattern.
+        for head, part, packed in zip(heads, parts, gathered):
+            of_members = [[tiles.lane_gather(x, lanes) for x in one] for one in packed]
+            part.append([head.lanes.chosen(x) for x in zip(*of_members)])
     for head, part in zip(heads, parts):
         own, of_q, of_bk = (
             jnp.concatenate([jnp.concatenate(x)] * (K // C), 1) for x in zip(*part)
@@ -255,14 +275,14 @@ def small_levels(refs, head, passes):
     bk = b * k
     sums = tuple(refs.so_far[n, i] for i in range(3))
     owed = registers(refs.shared[n, :, :K])
-    packed = [passes.split(tiles.pack_blocks(refs.pairs[n, i])) for i in range(2)]
-    turned = [
-        passes.split(tiles.pack_blocks(refs.turned_pairs[n, i])) for i in range(2)
-    ]
+    packed, turned = (
+        by_member(head, lambda at: passes.split(tiles.pack_blocks(ref[(n, *at)])))
+        for ref in (refs.pairs, refs.turned_pairs)
+    )
     for level, h in reversed(list(enumerate(IN_REGISTERS))):
         owed = levels_back.owed_in_registers(q, k, bk, sums, owed, h)
         sums = levels_back.level_in_registers(
-            q, k, bk, refs.small[n, level], packed, turned, sums, h, passes
+            q, k, bk, refs.small[n, level], packed, turned, sums, h, passes, head.lanes
         )
         if level == 0:
             refs.shared[n, :, :K] = matrix(owed)
@@ -286,7 +306,8 @@ def leave_through_state(refs, head, passes):
     P = refs.P[n]
     by_q = passes.dot(refs.turned[n, 0], q * P)
     by_bk = passes.dot(refs.turned[n, 1], b * k * P)
-    refs.d_state[n] = refs.d_state[n] * P[C - 1 :] + (by_q + by_bk)
+    through = head.lanes.on_diagonal(by_q + by_bk)
+    refs.d_state[n] = refs.d_state[n] * P[C - 1 :] + through
 
 
 def results(refs, head, at):

@@ -1,22 +1,36 @@
 """The heads of a grid step: blocks hold some of the batch and some of the heads."""
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
 from jax.experimental import pallas as pl
 
+from gdn2_kernels.stages.mxu.lanes import sharing
+from gdn2_kernels.stages.mxu.tiles import C
 from gdn2_kernels.tile import f32
 
 
 class Head(NamedTuple):
+    """A head, or a pair of heads in the same lanes."""
+
     n: int  # among those of the grid step
     at: tuple  # (batch, head) within the blocks
+    lanes: type  # Alone or Pair
+
+    @property
+    def squares(self):
+        """Where in a block (batch, heads, members*C, C) those of its members are."""
+        return [
+            (*self.at, slice(i * C, (i + 1) * C)) for i in range(self.lanes.members)
+        ]
 
 
-def heads_of(states):
+def heads_of(states, members=1):
     """All heads of a block of states (batch, heads, V, K)."""
     batch, heads = states.shape[:2]
-    return [Head(i * heads + j, (i, j)) for i in range(batch) for j in range(heads)]
+    places = itertools.product(range(batch), range(heads))
+    return [Head(n, at, sharing(members)) for n, at in enumerate(places)]
 
 
 def read(tokens, head, D, rows=slice(None)):

@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from gdn2_kernels.stages.mxu import tiles
+from gdn2_kernels.stages.mxu.lanes import unstacked
 from gdn2_kernels.stages.mxu.passes import woven_parts
 from gdn2_kernels.stages.mxu.tiles import (
     REGISTER,
@@ -44,25 +45,26 @@ def owed_over_halves(q, k, bk, sums, owed, h):
     return halves.reshape(-1, ROWS, q.shape[1])
 
 
-def level(q, k, bk, factors, pairs, dAqk_turned, dA_turned, sums, h, passes):
-    """`sums` with level h >= 8 added."""
+def level(q, k, bk, factors, pairs, turned, sums, h, passes, lanes):
+    """`sums` with level h >= 8 added. pairs: dAqk, dA, by member, in parts. turned: their
+    transposes.
+    """
     dq, d_bk, dk = sums
     P, U = later(factors, h), earlier(factors, h)
     q_P, bk_P, k_U = later(q, h) * P, later(bk, h) * P, earlier(k, h) * U
 
-    # Rows: queries of later halves. Columns: keys of the earlier half of their block, and
-    # beside them, in its later half, the low parts.
+    # Rows: queries of later halves. Columns: keys of the earlier half of their block.
     in_early, in_late = tiles.halves_of_block(h)
-    packed = [
-        passes.pack_parts([later(x, h) for x in p], in_early, in_late, h) for p in pairs
-    ]
-    keys = woven_parts(passes, k_U, k_U, h)
-    read = passes.packed_dot(jnp.concatenate(packed), keys)
+    of_queries = [[[later(x, h) for x in p] for p in members] for members in pairs]
+    read = lanes.read(passes, of_queries, k_U, in_early, in_late, h)
 
     # Rows: keys. Columns: queries, q in the later half, b*k moved to the earlier one.
-    moved = only(in_early, roll_lanes(earlier(dA_turned, h), -h))
-    turned = jnp.where(in_late, earlier(dAqk_turned, h), moved)
-    written = passes.dot(turned, woven_parts(passes, bk_P, q_P, h))
+    of_keys = []
+    for dAqk, dA in zip(*turned):
+        moved = only(in_early, roll_lanes(earlier(dA, h), -h))
+        of_keys.append(jnp.where(in_late, earlier(dAqk, h), moved))
+    written = passes.dot(jnp.concatenate(of_keys), woven_parts(passes, bk_P, q_P, h))
+    written = lanes.chosen(unstacked(written, lanes.members))
 
     def add_later(x, y):
         return weave(earlier(x, h), later(x, h) + y, h)
@@ -81,9 +83,9 @@ def owed_in_registers(q, k, bk, sums, owed, h):
     return owed + (down if h == 4 else jnp.where(late, down, up))
 
 
-def level_in_registers(q, k, bk, factors, packed, turned, sums, h, passes):
-    """`sums` with level h < 8 added. packed, turned: parts of dAqk and dA, of their
-    transposes, in 8 x 8 blocks.
+def level_in_registers(q, k, bk, factors, packed, turned, sums, h, passes, lanes):
+    """`sums` with level h < 8 added. packed, turned: dAqk and dA, their transposes, by
+    member, parts of 8 x 8 blocks.
     """
     dq, d_bk, dk = sums
     factors = registers(factors)
@@ -100,15 +102,18 @@ def level_in_registers(q, k, bk, factors, packed, turned, sums, h, passes):
     late_row = (row & np.int32(h)) != 0
 
     # Rows: later ones q's, earlier ones (of the same block) those of b*k.
-    both = [jnp.where(late_row, x, roll_rows(y, -h)) for x, y in zip(*packed)]
-    here = passes.pack_parts(both, in_early, in_late, h)
-    read = passes.blocks_dot(here, keys + roll_rows(keys, h) if passes.packs else keys)
+    both = [
+        [jnp.where(late_row, x, roll_rows(y, -h)) for x, y in zip(dAqk, dA)]
+        for dAqk, dA in zip(*packed)
+    ]
+    read = lanes.read_in_registers(passes, both, keys, in_early, in_late, h)
 
     both = [
-        jnp.where(in_late, x, only(in_early, roll_lanes(y, -h)))
-        for x, y in zip(*turned)
+        [
+            jnp.where(in_late, x, only(in_early, roll_lanes(y, -h)))
+            for x, y in zip(dAqk, dA)
+        ]
+        for dAqk, dA in zip(*turned)
     ]
-    written = passes.blocks_dot(passes.stack_parts(both, late_row, h), queries)
-    if passes.packs:
-        written = written + roll_rows(written, -h)
+    written = lanes.written_in_registers(passes, both, queries, late_row, h)
     return dq + read * P, d_bk + roll_rows(read, h) * P, dk + written * U

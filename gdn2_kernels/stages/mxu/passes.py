@@ -54,6 +54,8 @@ class Unsplit:
         return only(~late_row, x[0])
 
     def blocks_dot(self, packed, b):
+        """Blocks on the diagonal, packed, by b (C, D)."""
+        (packed,) = parts(self, packed)
         return self.product(tiles.unpack_blocks(packed), b)
 
 
@@ -110,6 +112,10 @@ class Split:
 
     @staticmethod
     def blocks_dot(packed, b):
+        """Blocks on the diagonal by b (C, D): as `stack_parts` or `pack_parts` made them,
+        or their parts.
+        """
+        packed = packed if isinstance(packed, tuple) else (packed,)
         return tiles.blocks_dot(packed, Split.split(b), one_pass)
 
 

@@ -117,23 +117,24 @@ def pack_row_sums(x):
     return _merge([jnp.broadcast_to(s, REGISTER) for s in tiles])
 
 
-def blocks_dot(packed, parts, product):
-    """Block diagonal matrix (packed, its low parts in the other half of the lanes of a
-    64-row half) times the parts of a (C, D) matrix: high and low stand in one
-    contraction, 64 tokens to a pass.
+def blocks_dot(left_parts, parts, product):
+    """Block diagonal matrix, the sum of its packed parts, times the parts of a (C, D)
+    matrix: high and low of that stand in one contraction, 64 tokens to a pass.
     """
     lane = columns(REGISTER)
-    turned = roll_lanes(packed, 64)
     block = (lane & np.int32(63)) >> np.int32(3)
-    first, second = (
-        jnp.where(lane < 64, packed, turned),
-        jnp.where(lane < 64, turned, packed),
-    )
+    halves = [[], []]
+    for packed in left_parts:
+        turned = roll_lanes(packed, 64)
+        halves[0].append(jnp.where(lane < 64, packed, turned))
+        halves[1].append(jnp.where(lane < 64, turned, packed))
     results = []
-    for half, start in ((first, 0), (second, 64)):
-        left = jnp.concatenate([only(block == t, half) for t in range(8)])
+    for half, start in zip(halves, (0, 64)):
+        left = jnp.concatenate([only(block == t, x) for x in half for t in range(8)])
         right = jnp.concatenate([part[start : start + 64] for part in parts])
-        results.append(product(left, right))
+        by_part = product(left, right)
+        first, *others = (by_part[i : i + 64] for i in range(0, len(left), 64))
+        results.append(sum(others, first))
     return jnp.concatenate(results)
 
 
