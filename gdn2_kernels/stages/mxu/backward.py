@@ -23,7 +23,6 @@ from jax.experimental.pallas import tpu as pltpu
 from gdn2_kernels.stages.mxu import levels_back, tiles, tree
 from gdn2_kernels.stages.mxu.forward import IN_REGISTERS, WHOLE_REGISTERS
 from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, spread, write
-from gdn2_kernels.stages.mxu.lanes import unstacked
 from gdn2_kernels.stages.mxu.passes import PASSES
 from gdn2_kernels.stages.mxu.tiles import (
     REGISTER,
@@ -33,6 +32,7 @@ from gdn2_kernels.stages.mxu.tiles import (
     registers,
     roll_lanes,
     roll_rows,
+    unstacked,
 )
 from gdn2_kernels.tile import f32, in_step, only, rows, side_by_side
 
@@ -140,11 +140,11 @@ def solve(refs, head, passes):
     refs.shared[n, :, :V] = f32(refs.vn[head.at]).T
     kg = read(refs.k, head, K) * refs.U[n]
     # Residuals of members stand one below the other.
-    dvn = lanes.chosen(unstacked(passes.dot(f32(refs.Aqk[head.at]), do), lanes.members))
+    dvn = lanes.chosen(unstacked(passes.dot(f32(refs.Aqk[head.at]), do), lanes.MEMBERS))
     refs.dz[n] = dvn + passes.dot(kg, dS, transpose_b=True)
     yield
     dz = passes.dot(f32(refs.X[head.at]), refs.dz[n])
-    dz = lanes.chosen(unstacked(dz, lanes.members))
+    dz = lanes.chosen(unstacked(dz, lanes.MEMBERS))
     write(refs.dv, head, dz * read(refs.w, head, V))
     write(refs.dw, head, dz * read(refs.v, head, V))
     refs.dz[n] = -dz  # from here on
@@ -181,19 +181,24 @@ def start_from_state(refs, head, passes):
     from_state = passes.dot(both, f32(refs.entering[head.at]))
     refs.so_far[n, 0], refs.so_far[n, 1] = from_state[:C] * P, from_state[C:] * P
     for i, member in both_of_members(head):
-        refs.turned_pairs[n, i, member] = refs.pairs[n, i, member].T
+        x = refs.pairs[n, i, member]
+        refs.turned_pairs[n, i, member] = head.lanes.turned(i, member, x)
     refs.so_far[n, 2] = passes.dot(refs.shared[n, :, :V], refs.d_state[n]) * U
     yield
 
 
 def both_of_members(head):
     """Places of dAqk, then dA, of all members."""
-    return itertools.product(range(2), range(head.lanes.members))
+    return itertools.product(range(2), range(head.lanes.MEMBERS))
 
 
 def by_member(head, of):
     """[dAqk of each member], [dA of each member], of(place) each."""
-    return [[of((i, m)) for m in range(head.lanes.members)] for i in range(2)]
+    return [[of((i, m)) for m in range(head.lanes.MEMBERS)] for i in range(2)]
+
+
+def pack_blocks(pairs, head, at, turned=False):
+    return head.lanes.pack_blocks(*at, pairs[(head.n, *at)], turned)
 
 
 def large_levels(refs, head, passes):
@@ -201,14 +206,16 @@ def large_levels(refs, head, passes):
     n, K = head.n, refs.d_state.shape[2]
     q, k, b = load(refs, head)
     bk = b * k
-    pairs = by_member(head, lambda at: passes.split(refs.pairs[(n, *at)]))
+    pairs = head.lanes.each_level(
+        passes, lambda: by_member(head, lambda at: refs.pairs[(n, *at)])
+    )
     sums = tuple(refs.so_far[n, i] for i in range(3))
     owed = first_row_of(refs, head)
     for level, h in reversed(list(enumerate(WHOLE_REGISTERS))):
         owed = levels_back.owed_over_halves(q, k, bk, sums, owed, h)
         turned = by_member(head, lambda at: refs.turned_pairs[(n, *at)])
         sums = levels_back.level(
-            q, k, bk, refs.large[n, level], pairs, turned, sums, h, passes, head.lanes
+            q, k, bk, refs.large[n, level], pairs(), turned, sums, h, passes, head.lanes
         )
         if level == 0:
             refs.shared[n, :, :K] = matrix(owed)
@@ -228,15 +235,11 @@ def first_row_of(refs, head):
 
 
 def neighbours_to_gather(refs, head):
-    """Packed blocks of which column t - 1 is, for row t: the diagonal, and level 1. Of
-    each member.
-    """
+    """Packed blocks of which column t - 1 is, for row t: the diagonal, and level 1."""
+    packed = by_member(head, lambda at: pack_blocks(refs.pairs, head, at))
+    dAqk, dA = (head.lanes.in_one_register(x) for x in packed)
     odd = (rows(REGISTER) & np.int32(1)) != 0
-    packed = by_member(head, lambda at: tiles.pack_blocks(refs.pairs[(head.n, *at)]))
-    return [
-        (roll_lanes(dAqk, -1), only(odd, dAqk), only(odd, dA))
-        for dAqk, dA in zip(*packed)
-    ]
+    return roll_lanes(dAqk, -1), only(odd, dAqk), only(odd, dA)
 
 
 def neighbours(refs, heads, gathered, at):
@@ -244,11 +247,12 @@ def neighbours(refs, heads, gathered, at):
     row, K = rows(REGISTER), refs.d_state.shape[2]
     parts = [[] for _ in heads]
     for start in range(at.start, at.stop, ROWS):
-        lanes = (row + np.int32(start - 1)) & np.int32(C - 1)
-        # Heads inside: they share the pattern.
-        for head, part, packed in zip(heads, parts, gathered):
-            of_members = [[tiles.lane_gather(x, lanes) for x in one] for one in packed]
-            part.append([head.lanes.chosen(x) for x in zip(*of_members)])
+        before = np.int32(start - 1) + heads[0].lanes.further()
+        lanes = (row + before) & np.int32(C - 1)
+        for part, packed in zip(
+            parts, gathered
+        ):  # heads inside: they share the pattern
+            part.append([tiles.lane_gather(x, lanes) for x in packed])
     for head, part in zip(heads, parts):
         own, of_q, of_bk = (
             jnp.concatenate([jnp.concatenate(x)] * (K // C), 1) for x in zip(*part)
@@ -275,9 +279,9 @@ def small_levels(refs, head, passes):
     bk = b * k
     sums = tuple(refs.so_far[n, i] for i in range(3))
     owed = registers(refs.shared[n, :, :K])
-    packed, turned = (
-        by_member(head, lambda at: passes.split(tiles.pack_blocks(ref[(n, *at)])))
-        for ref in (refs.pairs, refs.turned_pairs)
+    packed = by_member(head, lambda at: passes.split(pack_blocks(refs.pairs, head, at)))
+    turned = by_member(
+        head, lambda at: passes.split(pack_blocks(refs.turned_pairs, head, at, True))
     )
     for level, h in reversed(list(enumerate(IN_REGISTERS))):
         owed = levels_back.owed_in_registers(q, k, bk, sums, owed, h)

@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 
 from gdn2_kernels.stages.mxu import tiles, tree
 from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, write
-from gdn2_kernels.stages.mxu.lanes import unstacked
 from gdn2_kernels.stages.mxu.passes import PASSES, woven_parts
 from gdn2_kernels.stages.mxu.tiles import (
     REGISTER,
@@ -29,6 +28,7 @@ from gdn2_kernels.stages.mxu.tiles import (
     later,
     roll_lanes,
     roll_rows,
+    unstacked,
     weave,
 )
 from gdn2_kernels.tile import columns, f32, in_step, only, rows, side_by_side
@@ -169,8 +169,9 @@ def pairs_of_level(q, k, bk, P, U, h, passes, lanes):
     """
     decay = later(P, h)
     queries = woven_parts(passes, later(bk, h) * decay, later(q, h) * decay, h)
-    keys = jnp.concatenate(lanes.own(earlier(k, h) * earlier(U, h)))
-    return unstacked(passes.dot(keys, queries, transpose_b=True), lanes.members)
+    keys = passes.split(earlier(k, h) * earlier(U, h))
+    keys = tuple(jnp.concatenate(lanes.own(x)) for x in keys)
+    return unstacked(passes.dot(keys, queries, transpose_b=True), lanes.MEMBERS)
 
 
 # ------------------------------------------------------ phase 1
@@ -179,7 +180,7 @@ def pairs_of_level(q, k, bk, P, U, h, passes, lanes):
 def inverse(refs, head, passes):
     """X^T = (I + A)^-1 transposed by doubling blocks; what is read from the state."""
     lanes = head.lanes
-    X = lanes.inverse_of_blocks([refs.X8[head.n, i] for i in range(lanes.members)])
+    X = lanes.inverse_of_blocks([refs.X8[head.n, i] for i in range(lanes.MEMBERS)])
     yield
     for level, h in enumerate(WHOLE_REGISTERS):
         X = yield from lanes.doubled(passes, X, refs.A[head.n, level], h)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.experimental import pallas as pl
 
-from gdn2_kernels.stages.mxu.lanes import sharing
+from gdn2_kernels.stages.mxu import alone, pair
 from gdn2_kernels.stages.mxu.tiles import C
 from gdn2_kernels.tile import f32
 
@@ -16,21 +16,22 @@ class Head(NamedTuple):
 
     n: int  # among those of the grid step
     at: tuple  # (batch, head) within the blocks
-    lanes: type  # Alone or Pair
+    lanes: object  # the module `alone` or `pair`
 
     @property
     def squares(self):
         """Where in a block (batch, heads, members*C, C) those of its members are."""
         return [
-            (*self.at, slice(i * C, (i + 1) * C)) for i in range(self.lanes.members)
+            (*self.at, slice(i * C, (i + 1) * C)) for i in range(self.lanes.MEMBERS)
         ]
 
 
 def heads_of(states, members=1):
-    """All heads of a block of states (batch, heads, V, K)."""
+    """All heads of a block of states (batch, heads, V, K): groups, of so many members."""
     batch, heads = states.shape[:2]
     places = itertools.product(range(batch), range(heads))
-    return [Head(n, at, sharing(members)) for n, at in enumerate(places)]
+    lanes = {1: alone, 2: pair}[members]
+    return [Head(n, at, lanes) for n, at in enumerate(places)]
 
 
 def read(tokens, head, D, rows=slice(None)):

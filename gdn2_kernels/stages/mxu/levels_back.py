@@ -12,8 +12,6 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from gdn2_kernels.stages.mxu import tiles
-from gdn2_kernels.stages.mxu.lanes import unstacked
-from gdn2_kernels.stages.mxu.passes import woven_parts
 from gdn2_kernels.stages.mxu.tiles import (
     REGISTER,
     ROWS,
@@ -46,25 +44,15 @@ def owed_over_halves(q, k, bk, sums, owed, h):
 
 
 def level(q, k, bk, factors, pairs, turned, sums, h, passes, lanes):
-    """`sums` with level h >= 8 added. pairs: dAqk, dA, by member, in parts. turned: their
-    transposes.
+    """`sums` with level h >= 8 added. pairs: dAqk, dA as `lanes.read` takes them; turned:
+    their transposes, as `lanes.written` does.
     """
     dq, d_bk, dk = sums
     P, U = later(factors, h), earlier(factors, h)
     q_P, bk_P, k_U = later(q, h) * P, later(bk, h) * P, earlier(k, h) * U
 
-    # Rows: queries of later halves. Columns: keys of the earlier half of their block.
-    in_early, in_late = tiles.halves_of_block(h)
-    of_queries = [[[later(x, h) for x in p] for p in members] for members in pairs]
-    read = lanes.read(passes, of_queries, k_U, in_early, in_late, h)
-
-    # Rows: keys. Columns: queries, q in the later half, b*k moved to the earlier one.
-    of_keys = []
-    for dAqk, dA in zip(*turned):
-        moved = only(in_early, roll_lanes(earlier(dA, h), -h))
-        of_keys.append(jnp.where(in_late, earlier(dAqk, h), moved))
-    written = passes.dot(jnp.concatenate(of_keys), woven_parts(passes, bk_P, q_P, h))
-    written = lanes.chosen(unstacked(written, lanes.members))
+    read = lanes.read(passes, pairs, k_U, h)
+    written = lanes.written(passes, turned, bk_P, q_P, h)
 
     def add_later(x, y):
         return weave(earlier(x, h), later(x, h) + y, h)

@@ -16,7 +16,7 @@ from gdn2_kernels.stages.launch import (
 )
 from gdn2_kernels.stages.mxu import backward as fast_backward
 from gdn2_kernels.stages.mxu import forward as fast_forward
-from gdn2_kernels.stages.mxu import pairs, plain_kernels, tiles
+from gdn2_kernels.stages.mxu import pairing, plain_kernels, tiles
 from gdn2_kernels.stages.views import check, refusal
 
 CHUNK_SIZE = tiles.C  # of the fast kernels: a chunk fills a matrix unit
@@ -195,9 +195,9 @@ def mxu(q, k, v, g, b, w, scale, initial_state, *, precision, chunk_size, interp
     """
     check("mxu", q, v, chunk_size, SMALLEST_CHUNK, CHUNK_SIZE)
     tokens, members = (q, k, v, g, b, w), 1
-    if pairs.fit(q, v, chunk_size):
-        tokens, members = [pairs.tokens_in(x) for x in tokens], pairs.MEMBERS
-        initial_state = pairs.state_in(initial_state)
+    if pairing.fit(q, v, chunk_size):
+        tokens, members = [pairing.tokens_in(x) for x in tokens], pairing.MEMBERS
+        initial_state = pairing.state_in(initial_state)
     options = Options.of(
         tokens[0], tokens[2], precision, chunk_size, interpret,
         smallest=CHUNK_SIZE, usual=CHUNK_SIZE, members=members,
@@ -211,5 +211,5 @@ def mxu(q, k, v, g, b, w, scale, initial_state, *, precision, chunk_size, interp
     o, final_state = on_blocks(run, tokens, initial_state, options)
     if members > 1:
         H = q.shape[2]
-        return pairs.tokens_out(o, H), pairs.state_out(final_state, H)
+        return pairing.tokens_out(o, H), pairing.state_out(final_state, H)
     return o, final_state

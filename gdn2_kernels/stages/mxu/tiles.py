@@ -48,6 +48,12 @@ def matrix(x):
     return x.reshape(-1, x.shape[-1])
 
 
+def unstacked(x, members):
+    """Rows for each member, one after the other."""
+    n = x.shape[0] // members
+    return [x[i * n : (i + 1) * n] for i in range(members)]
+
+
 def roll_lanes(x, by):
     """Column c holds column c - by, around the end."""
     return pltpu.roll(x, np.int32(by % x.shape[1]), 1)

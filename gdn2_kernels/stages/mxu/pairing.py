@@ -6,9 +6,7 @@ is empty.
 
 import jax.numpy as jnp
 
-from gdn2_kernels.stages.mxu.lanes import HALF, Pair
-
-MEMBERS = Pair.members
+from gdn2_kernels.stages.mxu.pair import HALF, MEMBERS
 
 
 def fit(q, v, chunk_size):
