@@ -14,7 +14,8 @@ from jax.sharding import Mesh, PartitionSpec
 import gdn2_kernels as gk
 from gdn2_kernels import tile, v5e
 from gdn2_kernels.stages import launch, views
-from gdn2_kernels.stages.mxu import heads, pair, pairing, passes, plain, stage, tiles, tree
+from gdn2_kernels.stages.mxu import heads, pairing, passes, plain, stage, tiles, tree
+from gdn2_kernels.stages.mxu.pair import Pair
 from helpers import GATES, NAMES, make, relative_error, results, truth, wrong_signs, x64
 
 C = stage.CHUNK_SIZE
@@ -50,13 +51,14 @@ def _both(tokens, scale, state, do, d_state, options, twins, at_once):
 
 
 def run(x, precision="high", *, N=2, twins=False, at_once=None, interpret=True, chunk_size=C, paired=False):
-    """Both launches on N chunks. twins: the plain kernels. at_once: (batch, heads) of a grid step. paired: two heads of 64
-    channels count as one of 128."""
+    """Both launches on N chunks. twins: the plain kernels. at_once: (batch, heads) of a grid step. paired: two heads of
+    64 channels count as one of 128."""
     scale = jnp.full((1, 1), x[0][0].shape[-1] ** -0.5, jnp.float32)
     heads_before = x[0][0].shape[2]
     if paired:
         inputs, state, do, d_state = x
-        x = [pairing.tokens_in(a) for a in inputs], pairing.state_in(state), pairing.tokens_in(do), pairing.state_in(d_state)
+        state, d_state = map(pairing.state_in, (state, d_state))
+        x = [pairing.tokens_in(a) for a in inputs], state, pairing.tokens_in(do), d_state
     inputs, state, do, d_state = x
     B, L, H, K = inputs[0].shape
     V = inputs[2].shape[-1]
@@ -238,14 +240,14 @@ def test_inverses_of_a_pair_in_one_matrix():
 
     def found(*A_turned):
         steps = [tiles.inverse_of_blocks(tiles.pack_blocks(x)) for x in A_turned]
-        X = pair.inverse_of_blocks(tile.side_by_side(steps))
+        X = Pair.inverse_of_blocks(tile.side_by_side(steps))
         for h in (8, 16, 32, 64):
             in_early, in_late = tiles.halves_of_block(h)
             # As they come from products: in columns of the earlier half, for queries of the later.
             of_level = [tiles.roll_lanes(jnp.where(in_late, tiles.earlier(x, h), 0), -h) for x in A_turned]
-            packed = pair.level_of_inverse(passes.PASSES["highest"], of_level, in_early, in_late, h)
-            (X,) = tile.side_by_side([pair.doubled(passes.PASSES["highest"], X, packed, h)])
-        return pair.whole_inverse(X)
+            packed = Pair.level_of_inverse(passes.PASSES["highest"], of_level, in_early, in_late, h)
+            (X,) = tile.side_by_side([Pair.doubled(passes.PASSES["highest"], X, packed, h)])
+        return Pair.whole_inverse(X)
 
     for x, y in zip(on_device(found, *(x.T.copy() for x in A)), A):
         assert relative_error(x, np.linalg.inv(np.eye(C) + y.astype(np.float64)).T) < 1e-5
@@ -425,7 +427,9 @@ def test_chunk_sizes_refused_by_name(chunk_size, words):
 # ------------------------------------------------------ memory full of NaN, races
 
 
-@pytest.mark.parametrize("form, B, H, at_once", [("fast", 3, 1, (2, 1)), ("pairs", 1, 2, (1, 1)), ("twins", 1, 3, (1, 2))])
+@pytest.mark.parametrize(
+    "form, B, H, at_once", [("fast", 3, 1, (2, 1)), ("pairs", 1, 2, (1, 1)), ("twins", 1, 3, (1, 2))]
+)
 def test_in_memory_full_of_nan(form, B, H, at_once, capfd):
     """What nothing has written is NaN, blocks reach outside the arrays, reads that race with writes are reported."""
     strict = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)

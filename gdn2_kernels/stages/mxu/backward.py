@@ -197,7 +197,7 @@ def by_member(head, of):
     return [[of((i, m)) for m in range(head.lanes.MEMBERS)] for i in range(2)]
 
 
-def pack_blocks(pairs, head, at, turned=False):
+def blocks_of(pairs, head, at, turned=False):
     return head.lanes.pack_blocks(*at, pairs[(head.n, *at)], turned)
 
 
@@ -236,7 +236,7 @@ def first_row_of(refs, head):
 
 def neighbours_to_gather(refs, head):
     """Packed blocks of which column t - 1 is, for row t: the diagonal, and level 1."""
-    packed = by_member(head, lambda at: pack_blocks(refs.pairs, head, at))
+    packed = by_member(head, lambda at: blocks_of(refs.pairs, head, at))
     dAqk, dA = (head.lanes.in_one_register(x) for x in packed)
     odd = (rows(REGISTER) & np.int32(1)) != 0
     return roll_lanes(dAqk, -1), only(odd, dAqk), only(odd, dA)
@@ -249,9 +249,8 @@ def neighbours(refs, heads, gathered, at):
     for start in range(at.start, at.stop, ROWS):
         before = np.int32(start - 1) + heads[0].lanes.further()
         lanes = (row + before) & np.int32(C - 1)
-        for part, packed in zip(
-            parts, gathered
-        ):  # heads inside: they share the pattern
+        # Heads inside: they share the pattern.
+        for part, packed in zip(parts, gathered):
             part.append([tiles.lane_gather(x, lanes) for x in packed])
     for head, part in zip(heads, parts):
         own, of_q, of_bk = (
@@ -279,9 +278,9 @@ def small_levels(refs, head, passes):
     bk = b * k
     sums = tuple(refs.so_far[n, i] for i in range(3))
     owed = registers(refs.shared[n, :, :K])
-    packed = by_member(head, lambda at: passes.split(pack_blocks(refs.pairs, head, at)))
+    packed = by_member(head, lambda at: passes.split(blocks_of(refs.pairs, head, at)))
     turned = by_member(
-        head, lambda at: passes.split(pack_blocks(refs.turned_pairs, head, at, True))
+        head, lambda at: passes.split(blocks_of(refs.turned_pairs, head, at, True))
     )
     for level, h in reversed(list(enumerate(IN_REGISTERS))):
         owed = levels_back.owed_in_registers(q, k, bk, sums, owed, h)

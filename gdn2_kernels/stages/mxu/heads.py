@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from jax.experimental import pallas as pl
 
-from gdn2_kernels.stages.mxu import alone, pair
+from gdn2_kernels.stages.mxu.alone import Alone
+from gdn2_kernels.stages.mxu.pair import Pair
 from gdn2_kernels.stages.mxu.tiles import C
 from gdn2_kernels.tile import f32
 
@@ -16,7 +17,7 @@ class Head(NamedTuple):
 
     n: int  # among those of the grid step
     at: tuple  # (batch, head) within the blocks
-    lanes: object  # the module `alone` or `pair`
+    lanes: type  # Alone or Pair
 
     @property
     def squares(self):
@@ -30,7 +31,7 @@ def heads_of(states, members=1):
     """All heads of a block of states (batch, heads, V, K): groups, of so many members."""
     batch, heads = states.shape[:2]
     places = itertools.product(range(batch), range(heads))
-    lanes = {1: alone, 2: pair}[members]
+    lanes = {1: Alone, 2: Pair}[members]
     return [Head(n, at, lanes) for n, at in enumerate(places)]
 
 

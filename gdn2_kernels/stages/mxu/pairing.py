@@ -6,7 +6,9 @@ is empty.
 
 import jax.numpy as jnp
 
-from gdn2_kernels.stages.mxu.pair import HALF, MEMBERS
+from gdn2_kernels.stages.mxu.pair import HALF, Pair
+
+MEMBERS = Pair.MEMBERS
 
 
 def fit(q, v, chunk_size):
