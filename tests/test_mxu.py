@@ -14,8 +14,9 @@ from jax.sharding import Mesh, PartitionSpec
 import gdn2_kernels as gk
 from gdn2_kernels import tile, v5e
 from gdn2_kernels.stages import launch, views
-from gdn2_kernels.stages.mxu import heads, passes, plain, stage, tiles, tree
-from helpers import GATES, NAMES, make, once, relative_error, rest_once, truth, wrong_signs, x64
+from gdn2_kernels.stages.mxu import heads, pairing, passes, plain, stage, tiles, tree
+from gdn2_kernels.stages.mxu.pair import Pair
+from helpers import GATES, NAMES, make, once, relative_error, rest_once, results, truth, wrong_signs, x64
 
 C = stage.CHUNK_SIZE
 T = np.arange(C)
@@ -49,21 +50,30 @@ def _both(tokens, scale, state, do, d_state, options, twins, at_once):
     return *outputs, *gradients, d_initial, kept, d_scale
 
 
-def run(x, precision="high", *, N=2, twins=False, at_once=None, interpret=True, chunk_size=C):
-    """Both launches on N chunks. twins: the plain kernels. at_once: (batch, heads) of a grid step."""
+def run(x, precision="high", *, N=2, twins=False, at_once=None, interpret=True, chunk_size=C, paired=False):
+    """Both launches on N chunks. twins: the plain kernels. at_once: (batch, heads) of a grid step. paired: two heads of
+    64 channels count as one of 128."""
+    scale = jnp.full((1, 1), x[0][0].shape[-1] ** -0.5, jnp.float32)
+    heads_before = x[0][0].shape[2]
+    if paired:
+        inputs, state, do, d_state = x
+        state, d_state = map(pairing.state_in, (state, d_state))
+        x = [pairing.tokens_in(a) for a in inputs], state, pairing.tokens_in(do), d_state
     inputs, state, do, d_state = x
     B, L, H, K = inputs[0].shape
     V = inputs[2].shape[-1]
     dims = launch.Dims(B, H, N, chunk_size, views.padded(K), views.padded(V))
-    options = launch.Options(dims, precision, interpret)
+    options = launch.Options(dims, precision, interpret, pairing.MEMBERS if paired else 1)
     *tokens, do = (views.tokens_in(jnp.asarray(a), N * chunk_size) for a in (*inputs, do))
-    scale = jnp.full((1, 1), K**-0.5, jnp.float32)
     state, d_state = (views.state_in(jnp.asarray(a)) for a in (state, d_state))
     *found, kept, d_scale = _both(tokens, scale, state, do, d_state, options, twins, at_once)
     named = {}
     for name, a in zip(NAMES, found, strict=True):
         D = V if name in ("o", "dv", "dw") else K
-        named[name] = np.asarray(views.state_out(a, K, V) if "state" in name else views.tokens_out(a, L, H, D))
+        a = views.state_out(a, K, V) if "state" in name else views.tokens_out(a, L, H, D)
+        if paired:
+            a = (pairing.state_out if "state" in name else pairing.tokens_out)(a, heads_before)
+        named[name] = np.asarray(a)
     return Found(named, kept, float(d_scale[0, 0]))
 
 
@@ -172,6 +182,85 @@ def test_smaller_chunks_give_the_same(chunk_size):
     assert_within(found, run(x, "highest").results, BAR["highest"])
 
 
+# ------------------------------------------------------ two heads of 64 channels in the same lanes
+
+
+@functools.cache
+def two_heads(gate, seed=0):
+    return make(LENGTH, 64, 64, B=1, H=2, gate=gate, seed=seed)
+
+
+@pytest.mark.parametrize("precision", rest_once(["high", "highest"], "high"))
+def test_pairs_of_heads(precision):
+    """Two heads that share registers, states and weights of products, against the oracle."""
+    for gate in GATES if precision == "high" else ("-0.01", "per channel"):
+        x = two_heads(gate)
+        wanted, found = truth(*x), run(x, precision, paired=True)
+        assert_within(found.results, wanted, BAR[precision], gate)
+        floor = max(1e-30, BAR[precision] * np.abs(wanted["dg"]).mean())
+        assert wrong_signs(found.results["dg"], wanted["dg"], floor) == 0, gate
+        assert found.d_scale == pytest.approx(8 * (wanted["o"] * x[2]).sum(), rel=1e3 * BAR[precision], abs=0.5)
+
+
+@once
+def test_members_of_a_pair_are_independent_to_the_bit():
+    """Whatever stands beside a head, and on whichever side it stands."""
+    x, other = two_heads("per channel"), two_heads("-0.1", seed=1)
+
+    def with_other(at):
+        def change(a, b, axis):
+            a = a.copy()
+            (a if axis == 1 else np.moveaxis(a, 2, 1))[:, at] = (b if axis == 1 else np.moveaxis(b, 2, 1))[:, at]
+            return a
+
+        (a, s, do, ds), (b, t, eo, et) = x, other
+        inputs = [change(*y, 2) for y in zip(a, b, strict=True)]
+        return inputs, change(s, t, 1), change(do, eo, 2), change(ds, et, 1)
+
+    base = run(x, paired=True).results
+    for at in (0, 1):
+        for name, a in run(with_other(at), paired=True).results.items():
+            stays = (slice(None), 1 - at) if "state" in name else (slice(None), slice(None), 1 - at)
+            assert np.array_equal(a[stays], base[name][stays]), (at, name)
+
+
+@once
+def test_an_odd_number_of_heads_in_pairs():
+    """Through the stage: three heads become four, and one of zeros is cut off again."""
+    x = make(150, 64, 64, B=1, H=3)
+    assert_within(results("mxu", *x, precision="default"), truth(*x), BAR["default"])
+
+
+def test_which_heads_are_paired():
+    inputs, state, *_ = make(150, 64, 64, B=1, H=3)
+    q, _, v, *_ = inputs
+    assert pairing.fit(q, v, None) and pairing.fit(q, v, C) and not pairing.fit(q, v, 64)
+    assert not pairing.fit(q[:, :, :1], v[:, :, :1], None)  # a head alone
+    assert not pairing.fit(q, v[..., :32], None)
+    assert pairing.tokens_in(q).shape == (1, 150, 2, 128) and pairing.state_in(state).shape == (1, 2, 128, 128)
+    assert np.array_equal(pairing.tokens_out(pairing.tokens_in(q), 3), q)
+    assert np.array_equal(pairing.state_out(pairing.state_in(state), 3), state)
+
+
+@once
+def test_inverses_of_a_pair_in_one_matrix():
+    A = [np.tril(0.3 * numbers(C, C, seed=i), -1) for i in (0, 1)]
+
+    def found(*A_turned):
+        steps = [tiles.inverse_of_blocks(tiles.pack_blocks(x)) for x in A_turned]
+        X = Pair.inverse_of_blocks(tile.side_by_side(steps))
+        for h in (8, 16, 32, 64):
+            in_early, in_late = tiles.halves_of_block(h)
+            # As they come from products: in columns of the earlier half, for queries of the later.
+            of_level = [tiles.roll_lanes(jnp.where(in_late, tiles.earlier(x, h), 0), -h) for x in A_turned]
+            packed = Pair.level_of_inverse(passes.PASSES["highest"], of_level, in_early, in_late, h)
+            (X,) = tile.side_by_side([Pair.doubled(passes.PASSES["highest"], X, packed, h)])
+        return Pair.whole_inverse(X)
+
+    for x, y in zip(on_device(found, *(x.T.copy() for x in A)), A):
+        assert relative_error(x, np.linalg.inv(np.eye(C) + y.astype(np.float64)).T) < 1e-5
+
+
 # ------------------------------------------------------ to the last bit
 
 
@@ -181,18 +270,18 @@ def mixed(x, y, t):
 
 
 @once
-@pytest.mark.parametrize("precision", ["high", "highest"])
-def test_later_tokens_change_nothing_before_them(precision):
+@pytest.mark.parametrize("precision, paired", [("high", False), ("high", True), ("highest", False)])
+def test_later_tokens_change_nothing_before_them(precision, paired):
     """In outputs and in the gradients of a loss on earlier outputs; in a block of eight, at the end of one, of a level,
     of a chunk. The packed products of three passes put low parts where other tokens stand: this sees them."""
-    x, other = cases()["-1"][0], cases()["bursts"][0]
+    x, other = (two_heads(gate) if paired else cases()[gate][0] for gate in ("-1", "bursts"))
     _, state, do, d_state = x
-    base = run((x[0], state, do, 0 * d_state), precision).results
+    base = run((x[0], state, do, 0 * d_state), precision, paired=paired).results
     for t in (1, 3, 8, 33, 64, 128, 131):
         early_do = np.concatenate([do[:, :t], 0 * do[:, t:]], 1)
-        later = run((mixed(x, other, t), state, early_do, 0 * d_state), precision).results
+        later = run((mixed(x, other, t), state, early_do, 0 * d_state), precision, paired=paired).results
         assert np.array_equal(later["o"][:, :t], base["o"][:, :t]), t
-        first = run((x[0], state, early_do, 0 * d_state), precision).results
+        first = run((x[0], state, early_do, 0 * d_state), precision, paired=paired).results
         for name in TOKENS:
             assert np.array_equal(first[name][:, :t], later[name][:, :t]), (t, name)
             assert not later[name][:, t:].any(), (t, name)
@@ -292,8 +381,8 @@ def test_heads_at_once(B, most):
 
 
 @once
-@pytest.mark.parametrize("K, V", [*itertools.product((128, 256), repeat=2)])
-def test_a_grid_step_fits_its_share_of_vmem(monkeypatch, K, V):
+@pytest.mark.parametrize("K, V, members", [*itertools.product((128, 256), (128, 256), (1,)), (128, 128, 2)])
+def test_a_grid_step_fits_its_share_of_vmem(monkeypatch, K, V, members):
     """Blocks twice and scratch once, counted from what pallas_call is given."""
     steps = []
 
@@ -309,7 +398,7 @@ def test_a_grid_step_fits_its_share_of_vmem(monkeypatch, K, V):
     monkeypatch.setattr(launch.pl, "pallas_call", pallas_call)
     for precision, dtype in itertools.product(PRECISIONS, (jnp.float32, jnp.bfloat16)):
         for B, H in ((1, 1), (1, 16), (4, 6)):
-            options = launch.Options(launch.Dims(B, H, 1, C, K, V), precision, False)
+            options = launch.Options(launch.Dims(B, H, 1, C, K, V), precision, False, members)
             keys, values = (jax.ShapeDtypeStruct((B, C, H * D), dtype) for D in (K, V))
             scale, state = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1, 1), (B, H, V, K)))
             six = keys, keys, values, keys, keys, values
@@ -354,13 +443,16 @@ def test_chunk_sizes_refused_by_name(chunk_size, words):
 # ------------------------------------------------------ memory full of NaN, races
 
 
-@pytest.mark.parametrize("twins, B, H, at_once", [(False, 3, 1, (2, 1)), (True, 1, 3, (1, 2))])
-def test_in_memory_full_of_nan(twins, B, H, at_once, capfd):
+@pytest.mark.parametrize(
+    "form, B, H, at_once", [("fast", 3, 1, (2, 1)), ("pairs", 1, 2, (1, 1)), ("twins", 1, 3, (1, 2))]
+)
+def test_in_memory_full_of_nan(form, B, H, at_once, capfd):
     """What nothing has written is NaN, blocks reach outside the arrays, reads that race with writes are reported."""
     strict = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
-    size = 16 if twins else C
-    x = make(2 * size, 8, 16, B=B, H=H, gate="bursts")
-    found = run(x, chunk_size=size, at_once=at_once, interpret=strict).results
+    twins, paired = form == "twins", form == "pairs"
+    size, channels = 16 if twins else C, (64, 64) if paired else (8, 16)
+    x = make(2 * size, *channels, B=B, H=H, gate="bursts")
+    found = run(x, chunk_size=size, at_once=at_once, interpret=strict, paired=paired).results
     assert_within(found, truth(*x), BAR["high"])
     assert "RACE" not in "".join(capfd.readouterr()).upper()
 
@@ -679,10 +771,11 @@ def test_compiles_at_the_widest():
 
 
 @on_v5e
-def test_between_the_launches_lies_what_is_kept_and_nothing_else():
+@pytest.mark.parametrize("H, members", [(7, 1), (1, 2)])
+def test_between_the_launches_lies_what_is_kept_and_nothing_else(H, members):
     """No copy of an array is made on the way in or out: what the program holds in between are the residuals."""
-    B, H, N, K = 1, 7, 8, 128
-    options = launch.Options(launch.Dims(B, H, N, C, K, K), "default", False)
+    B, N, K = 1, 8, 128
+    options = launch.Options(launch.Dims(B, H, N, C, K, K), "default", False, members)
 
     def both(q, k, v, g, b, w, scale, state, do, d_state):
         (o, final), kept = stage.forward(q, k, v, g, b, w, scale, state, options)
@@ -691,5 +784,5 @@ def test_between_the_launches_lies_what_is_kept_and_nothing_else():
     tokens = jax.ShapeDtypeStruct((B, N * C, H * K), jnp.bfloat16)
     scale, state = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 1), (B, H, K, K)))
     report = v5e.compile(both, *[tokens] * 6, scale, state, tokens, state)
-    kept = B * N * H * 2 * (2 * C * C + K * C + K * K)
+    kept = B * N * H * 2 * (2 * members * C * C + K * C + K * K)
     assert report.temporary_bytes < 1.1 * kept  # in HBM; less, where the compiler has them wait in VMEM

@@ -48,16 +48,18 @@ class Options(NamedTuple):
     dims: Dims
     precision: str
     interpret: object  # bool, or pltpu.InterpretParams in tests
+    members: int = 1  # heads that share the channels of what counts as one head
 
     @classmethod
-    def of(cls, q, v, precision, chunk_size, interpret, *, smallest, usual):
+    def of(cls, q, v, precision, chunk_size, interpret, *, smallest, usual, members=1):
         """For q (B, L, H, K) and v (B, L, H, V). What was not asked for: chunks of the
         `usual` size, shorter ones where L is short; interpreted where no TPU is.
         """
         B, L, H, K = q.shape
         C = chunk_size or max(smallest, min(usual, 1 << (L - 1).bit_length()))
         dims = Dims(B, H, -(-L // C), C, padded(K), padded(v.shape[-1]))
-        return cls(dims, precision, not on_tpu() if interpret is None else interpret)
+        interpret = not on_tpu() if interpret is None else interpret
+        return cls(dims, precision, interpret, members)
 
     def heads_per_step(self, limit: int) -> int:
         """`heads_per_step`, but one where kernels are interpreted as XLA programs: what
@@ -128,6 +130,7 @@ def shape_and_block(kind: str, dims: Dims, heads=None, backwards=False, batch=No
         "keys": lambda: tokens(K),
         "values": lambda: tokens(V),
         "square": lambda: per_chunk(C, C),
+        "two squares": lambda: per_chunk(2 * C, C),
         "turned values": lambda: per_chunk(V, C),
         "row": lambda: per_chunk(1, K),
         "state": lambda: per_chunk(V, K),

@@ -12,10 +12,10 @@ It computes `plain.backward_chunk` with the arrangements of the forward kernel, 
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -31,8 +31,9 @@ from gdn2_kernels.stages.mxu.tiles import (
     registers,
     roll_lanes,
     roll_rows,
+    unstacked,
 )
-from gdn2_kernels.tile import f32, in_step, only, rows, side_by_side
+from gdn2_kernels.tile import f32, in_step, int32, only, rows, side_by_side
 
 TILE = 16  # rows: a register of bfloat16 numbers
 
@@ -66,8 +67,8 @@ class Refs(NamedTuple):
     large: object  # (4, C, K): of levels 8 .. 64
     dz: object  # (C, V); dvn before it
     turned: object  # (2, V, C): do, dz transposed
-    pairs: object  # (2, C, C): dAqk, dA
-    turned_pairs: object  # (2, C, C)
+    pairs: object  # (2, members, C, C): dAqk, dA
+    turned_pairs: object  # (2, members, C, C)
     so_far: object  # (3, C, K): dq, d(b*k), dk
     shared: (
         object  # (C, max(K, V)): vn turned back, and when it is used up what is owed
@@ -75,15 +76,15 @@ class Refs(NamedTuple):
     near: object  # (4, C, K): dq, d(b*k), dk, dg of level 1 and the diagonal
 
 
-def backward_scratch(C, K, V):
+def backward_scratch(C, K, V, members):
     factors = [(C, K), (C, K), (2, C, K), (4, C, K)]
-    products = [(C, V), (2, V, C), (2, C, C), (2, C, C)]
+    products = [(C, V), (2, V, C), *[(2, members, C, C)] * 2]
     return [(V, K), *factors, *products, (3, C, K), (C, max(K, V)), (4, C, K)]
 
 
 def backward_kernel(*refs, precision):
     refs, passes = Refs(*refs), PASSES[precision]
-    heads = heads_of(refs.d_final)
+    heads = heads_of(refs.d_final, members=refs.X.shape[2] // C)
     n = pl.program_id(2)
 
     @pl.when(n == 0)
@@ -131,23 +132,26 @@ def load(refs, head, tile=slice(None)):
 
 def solve(refs, head, passes):
     """The tree, dz, and the gradients of all pairs."""
-    n, (V, K) = head.n, refs.d_state.shape[1:]
+    n, (V, K), lanes = head.n, refs.d_state.shape[1:], head.lanes
     build_tree(refs, head, passes)
     do, dS = read(refs.do, head, V), refs.d_state[n]
     refs.turned[n, 0] = do.T
     refs.shared[n, :, :V] = f32(refs.vn[head.at]).T
     kg = read(refs.k, head, K) * refs.U[n]
-    dvn = passes.dot(f32(refs.Aqk[head.at]), do)
+    # Residuals of members stand one below the other.
+    dvn = lanes.chosen(unstacked(passes.dot(f32(refs.Aqk[head.at]), do), lanes.MEMBERS))
     refs.dz[n] = dvn + passes.dot(kg, dS, transpose_b=True)
     yield
     dz = passes.dot(f32(refs.X[head.at]), refs.dz[n])
+    dz = lanes.chosen(unstacked(dz, lanes.MEMBERS))
     write(refs.dv, head, dz * read(refs.w, head, V))
     write(refs.dw, head, dz * read(refs.v, head, V))
     refs.dz[n] = -dz  # from here on
     refs.turned[n, 1] = -dz.T
     yield
-    from_vn = passes.dot(jnp.concatenate([do, refs.dz[n]]), f32(refs.vn[head.at]))
-    refs.pairs[n, 0], refs.pairs[n, 1] = from_vn[:C], from_vn[C:]
+    both = jnp.concatenate([do, refs.dz[n]])
+    for i, x in enumerate(lanes.pairs_by_values(passes, both, f32(refs.vn[head.at]))):
+        refs.pairs[n, 0, i], refs.pairs[n, 1, i] = x[:C], x[C:]
 
 
 def build_tree(refs, head, passes):
@@ -175,10 +179,25 @@ def start_from_state(refs, head, passes):
     both = jnp.concatenate([read(refs.do, head, V), dz])
     from_state = passes.dot(both, f32(refs.entering[head.at]))
     refs.so_far[n, 0], refs.so_far[n, 1] = from_state[:C] * P, from_state[C:] * P
-    for i in range(2):
-        refs.turned_pairs[n, i] = refs.pairs[n, i].T
+    for i, member in both_of_members(head):
+        x = refs.pairs[n, i, member]
+        refs.turned_pairs[n, i, member] = head.lanes.turned(i, member, x)
     refs.so_far[n, 2] = passes.dot(refs.shared[n, :, :V], refs.d_state[n]) * U
     yield
+
+
+def both_of_members(head):
+    """Places of dAqk, then dA, of all members."""
+    return itertools.product(range(2), range(head.lanes.MEMBERS))
+
+
+def by_member(head, of):
+    """[dAqk of each member], [dA of each member], of(place) each."""
+    return [[of((i, m)) for m in range(head.lanes.MEMBERS)] for i in range(2)]
+
+
+def blocks_of(pairs, head, at, turned=False):
+    return head.lanes.pack_blocks(*at, pairs[(head.n, *at)], turned)
 
 
 def large_levels(refs, head, passes):
@@ -186,15 +205,17 @@ def large_levels(refs, head, passes):
     n, K = head.n, refs.d_state.shape[2]
     q, k, b = load(refs, head)
     bk = b * k
-    pairs = tuple(passes.split(refs.pairs[n, i]) for i in range(2))
+    pairs = head.lanes.each_level(
+        passes, lambda: by_member(head, lambda at: refs.pairs[(n, *at)])
+    )
     sums = tuple(refs.so_far[n, i] for i in range(3))
     owed = first_row_of(refs, head)
     for level, h in reversed(list(enumerate(WHOLE_REGISTERS))):
         owed = levels_back.owed_over_halves(q, k, bk, sums, owed, h)
+        turned = by_member(head, lambda at: refs.turned_pairs[(n, *at)])
         sums = levels_back.level(
-            q, k, bk, refs.large[n, level], pairs, refs.turned_pairs[n, 0],
-            refs.turned_pairs[n, 1], sums, h, passes,
-        )  # fmt: skip
+            q, k, bk, refs.large[n, level], pairs(), turned, sums, h, passes, head.lanes
+        )
         if level == 0:
             refs.shared[n, :, :K] = matrix(owed)
             for i, x in enumerate(sums):
@@ -214,8 +235,9 @@ def first_row_of(refs, head):
 
 def neighbours_to_gather(refs, head):
     """Packed blocks of which column t - 1 is, for row t: the diagonal, and level 1."""
-    dAqk, dA = (tiles.pack_blocks(refs.pairs[head.n, i]) for i in range(2))
-    odd = (rows(REGISTER) & np.int32(1)) != 0
+    packed = by_member(head, lambda at: blocks_of(refs.pairs, head, at))
+    dAqk, dA = (head.lanes.in_one_register(x) for x in packed)
+    odd = (rows(REGISTER) & int32(1)) != 0
     return roll_lanes(dAqk, -1), only(odd, dAqk), only(odd, dA)
 
 
@@ -224,10 +246,10 @@ def neighbours(refs, heads, gathered, at):
     row, K = rows(REGISTER), refs.d_state.shape[2]
     parts = [[] for _ in heads]
     for start in range(at.start, at.stop, ROWS):
-        lanes = (row + np.int32(start - 1)) & np.int32(C - 1)
-        for part, packed in zip(
-            parts, gathered
-        ):  # heads inside: they share the pattern
+        before = int32(start - 1) + heads[0].lanes.further()
+        lanes = (row + before) & int32(C - 1)
+        # Heads inside: they share the pattern.
+        for part, packed in zip(parts, gathered):
             part.append([tiles.lane_gather(x, lanes) for x in packed])
     for head, part in zip(heads, parts):
         own, of_q, of_bk = (
@@ -255,14 +277,14 @@ def small_levels(refs, head, passes):
     bk = b * k
     sums = tuple(refs.so_far[n, i] for i in range(3))
     owed = registers(refs.shared[n, :, :K])
-    packed = [passes.split(tiles.pack_blocks(refs.pairs[n, i])) for i in range(2)]
-    turned = [
-        passes.split(tiles.pack_blocks(refs.turned_pairs[n, i])) for i in range(2)
-    ]
+    packed = by_member(head, lambda at: passes.split(blocks_of(refs.pairs, head, at)))
+    turned = by_member(
+        head, lambda at: passes.split(blocks_of(refs.turned_pairs, head, at, True))
+    )
     for level, h in reversed(list(enumerate(IN_REGISTERS))):
         owed = levels_back.owed_in_registers(q, k, bk, sums, owed, h)
         sums = levels_back.level_in_registers(
-            q, k, bk, refs.small[n, level], packed, turned, sums, h, passes
+            q, k, bk, refs.small[n, level], packed, turned, sums, h, passes, head.lanes
         )
         if level == 0:
             refs.shared[n, :, :K] = matrix(owed)
@@ -286,7 +308,8 @@ def leave_through_state(refs, head, passes):
     P = refs.P[n]
     by_q = passes.dot(refs.turned[n, 0], q * P)
     by_bk = passes.dot(refs.turned[n, 1], b * k * P)
-    refs.d_state[n] = refs.d_state[n] * P[C - 1 :] + (by_q + by_bk)
+    through = head.lanes.on_diagonal(by_q + by_bk)
+    refs.d_state[n] = refs.d_state[n] * P[C - 1 :] + through
 
 
 def results(refs, head, at):
@@ -301,7 +324,7 @@ def results(refs, head, at):
     owed = registers(refs.shared[n, at, :K])
     late = tiles.in_later_rows(owed, 1)
     passing = owed + jnp.where(late, registers(owing), registers(k * dk))
-    up, down = pltpu.roll(passing, np.int32(7), 1), pltpu.roll(passing, np.int32(1), 1)
+    up, down = pltpu.roll(passing, int32(7), 1), pltpu.roll(passing, int32(1), 1)
     write(
         refs.dg, head, matrix(owed + jnp.where(late, down, up)) + (owing + near_g), at
     )

@@ -15,7 +15,6 @@ It computes `plain.forward_chunk`, rearranged:
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 
 from gdn2_kernels.stages.mxu import tiles, tree
@@ -28,9 +27,10 @@ from gdn2_kernels.stages.mxu.tiles import (
     later,
     roll_lanes,
     roll_rows,
+    unstacked,
     weave,
 )
-from gdn2_kernels.tile import columns, f32, only, rows, side_by_side
+from gdn2_kernels.tile import columns, f32, in_step, int32, only, rows, side_by_side
 
 IN_REGISTERS = (2, 4)  # levels h whose halves are less than a register
 WHOLE_REGISTERS = (8, 16, 32, 64)
@@ -55,19 +55,19 @@ class Refs(NamedTuple):
     P: object  # (C, K)
     U: object  # (C, K)
     A: object  # (4, C/2, C): levels of A, packed for the inverse
-    X8: object  # (8, C): inverse of the blocks on the diagonal
+    X8: object  # (members, 8, C): inverse of the blocks on the diagonal
     o_state: object  # (C, V): what o reads from the state
     z: object  # (V, C): w*v - kb S, transposed
 
 
-def forward_scratch(C, K, V):
+def forward_scratch(C, K, V, members):
     levels = (len(WHOLE_REGISTERS), C // 2, C)
-    return [(V, K), (C, K), (C, K), levels, (8, C), (C, V), (V, C)]
+    return [(V, K), (C, K), (C, K), levels, (members, 8, C), (C, V), (V, C)]
 
 
 def forward_kernel(*refs, precision):
     refs, passes = Refs(*refs), PASSES[precision]
-    heads = heads_of(refs.initial)
+    heads = heads_of(refs.initial, members=refs.X.shape[2] // C)
     n = pl.program_id(2)
 
     @pl.when(n == 0)
@@ -99,72 +99,78 @@ def load(refs, head):
 
 def scores(refs, head, passes):
     """Aqk, the levels of A, P and U, and the inverse of the 8 x 8 blocks."""
+    lanes = head.lanes
     q, k, bk = load(refs, head)
     g = read(refs.g, head, refs.state.shape[2])
     P = jnp.exp(g)
-    Aqk8, A8 = pairs_of_neighbours(q, k, bk, P)
+    Aqk8, A8 = pairs_of_neighbours(q, k, bk, P, lanes)  # of each member
     P, U = tree.first_doubling(P)
     yield
     for h in IN_REGISTERS:
-        of_q, of_bk, here = pairs_in_registers(q, k, bk, P, U, h, passes)
-        Aqk8, A8 = jnp.where(here, of_q, Aqk8), jnp.where(here, of_bk, A8)
+        of_q, of_bk, here = pairs_in_registers(q, k, bk, P, U, h, passes, lanes)
+        Aqk8 = [jnp.where(here, new, old) for new, old in zip(of_q, Aqk8)]
+        A8 = [jnp.where(here, new, old) for new, old in zip(of_bk, A8)]
         P, U = tree.doubling_in_registers(P, U, h)
         yield
     if passes.exact:
         P, U = tree.from_sums(g)
-    Aqk = tiles.unpack_blocks(Aqk8)
+    Aqk = [tiles.unpack_blocks(x) for x in Aqk8]
     for level, h in enumerate(WHOLE_REGISTERS):
-        pairs = pairs_of_level(q, k, bk, P, U, h, passes)  # (C/2, C)
-        from_earlier, from_later = tiles.halves_of_block(h)
-        early = jnp.where(from_later, pairs, earlier(Aqk, h))
-        Aqk = weave(early, later(Aqk, h), h)
-        refs.A[head.n, level] = passes.pack(pairs, from_earlier, from_later, h)
+        pairs = pairs_of_level(q, k, bk, P, U, h, passes, lanes)  # (C/2, C) each
+        in_early, in_late = tiles.halves_of_block(h)
+        for i, of_level in enumerate(pairs):
+            early = jnp.where(in_late, of_level, earlier(Aqk[i], h))
+            Aqk[i] = weave(early, later(Aqk[i], h), h)
+        A = lanes.level_of_inverse(passes, pairs, in_early, in_late, h)
+        refs.A[head.n, level] = A
         P, U = tree.doubling(P, U, h)
     refs.P[head.n], refs.U[head.n] = P, U
-    refs.Aqk[head.at] = Aqk.astype(refs.Aqk.dtype)
+    for at, x in zip(head.squares, Aqk):
+        refs.Aqk[at] = x.astype(refs.Aqk.dtype)
     yield
-    refs.X8[head.n] = yield from tiles.inverse_of_blocks(A8)
+    X8 = yield from in_step(tiles.inverse_of_blocks(x) for x in A8)
+    for i, x in enumerate(X8):
+        refs.X8[head.n, i] = x
 
 
-def pairs_of_neighbours(q, k, bk, a):
-    """Level 1 and the diagonal. Returns: Aqk, A transposed, of 8 x 8 blocks, packed."""
+def pairs_of_neighbours(q, k, bk, a, lanes):
+    """Level 1 and the diagonal. Returns: Aqk, A transposed, of 8 x 8 blocks, packed; of
+    each member.
+    """
     before = roll_rows(k, 1) * a  # the key before, decayed once
-    own, of_q, of_bk = (
-        tiles.pack_row_sums(x) for x in (q * k, q * before, bk * before)
-    )
-    row, column = rows(REGISTER), columns(REGISTER) & np.int32(7)
-    here = (column == row + 1) & ((row & np.int32(1)) == 0)
+    row, column = rows(REGISTER), columns(REGISTER) & int32(7)
+    here = (column == row + 1) & ((row & int32(1)) == 0)
     to_key = lambda x: roll_rows(x, -1)  # noqa: E731
-    Aqk = jnp.where(here, to_key(of_q), only(column == row, own))
-    return Aqk, only(here, to_key(of_bk))
+    Aqk, A = [], []
+    products = (lanes.own(x) for x in (q * k, q * before, bk * before))
+    for of_member in zip(*products):
+        own, of_q, of_bk = (tiles.pack_row_sums(x) for x in of_member)
+        Aqk.append(jnp.where(here, to_key(of_q), only(column == row, own)))
+        A.append(only(here, to_key(of_bk)))
+    return Aqk, A
 
 
-def pairs_in_registers(q, k, bk, P, U, h, passes):
-    """Level h < 8. Returns: [key, query] of q and of b*k, packed, and where they are."""
+def pairs_in_registers(q, k, bk, P, U, h, passes, lanes):
+    """Level h < 8. Returns: [key, query] of q and of b*k, packed, of each member, and
+    where they are.
+    """
     queries = tiles.choose_rows(h, q * P, roll_rows(bk * P, -h))
-    keys = k * U
-    if passes.packs:  # later rows are free: low parts of the keys go there
-        high, low = passes.split(keys)
-        keys = tiles.choose_rows(h, roll_rows(low, h), high)
-    products = [
-        passes.product(keys, x, transpose_b=True) for x in passes.split(queries)
-    ]
-    pairs = tiles.pack_blocks(sum(products[1:], products[0]))
-    if passes.packs:
-        pairs = pairs + roll_rows(pairs, -h)
-    row, column = rows(REGISTER), columns(REGISTER) & np.int32(7)
+    pairs = lanes.keys_by_queries(passes, k * U, queries, h)
+    row, column = rows(REGISTER), columns(REGISTER) & int32(7)
     apart = row ^ column
     here = (apart >= h) & (apart < 2 * h) & (row < column)
-    return pairs, roll_lanes(pairs, h), here
+    return pairs, [roll_lanes(x, h) for x in pairs], here
 
 
-def pairs_of_level(q, k, bk, P, U, h, passes):
-    """Level h >= 8, (C/2, C): keys of earlier halves by, in every block, the b*k of the
-    later half (in columns of the earlier one) and its q.
+def pairs_of_level(q, k, bk, P, U, h, passes, lanes):
+    """Level h >= 8, (C/2, C) of each member: keys of earlier halves by, in every block,
+    the b*k of the later half (in columns of the earlier one) and its q.
     """
     decay = later(P, h)
     queries = woven_parts(passes, later(bk, h) * decay, later(q, h) * decay, h)
-    return passes.dot(earlier(k, h) * earlier(U, h), queries, transpose_b=True)
+    keys = passes.split(earlier(k, h) * earlier(U, h))
+    keys = tuple(jnp.concatenate(lanes.own(x)) for x in keys)
+    return unstacked(passes.dot(keys, queries, transpose_b=True), lanes.MEMBERS)
 
 
 # ------------------------------------------------------ phase 1
@@ -172,21 +178,17 @@ def pairs_of_level(q, k, bk, P, U, h, passes):
 
 def inverse(refs, head, passes):
     """X^T = (I + A)^-1 transposed by doubling blocks; what is read from the state."""
-    X = tiles.unpack_blocks(refs.X8[head.n])
+    lanes = head.lanes
+    X = lanes.inverse_of_blocks([refs.X8[head.n, i] for i in range(lanes.MEMBERS)])
     yield
     for level, h in enumerate(WHOLE_REGISTERS):
-        early, late = earlier(X, h), later(X, h)
-        twice = woven_parts(passes, late, late, h)
-        half = passes.packed_dot(refs.A[head.n, level], twice)
-        yield
-        twice = woven_parts(passes, half, half, h)
-        across = passes.packed_dot(passes.pack_whole(early, h), twice)
-        X = weave(early - across, late, h)
+        X = yield from lanes.doubled(passes, X, refs.A[head.n, level], h)
         yield
         if level == 0:
             read_state(refs, head, passes)
             yield
-    refs.X[head.at] = X.astype(refs.X.dtype)
+    for at, x in zip(head.squares, lanes.whole_inverse(X)):
+        refs.X[at] = x.astype(refs.X.dtype)
 
 
 def read_state(refs, head, passes):
@@ -204,14 +206,15 @@ def read_state(refs, head, passes):
 
 
 def outputs(refs, head, passes):
-    V, K = refs.state.shape[1:]
-    vn = passes.dot(refs.z[head.n], f32(refs.X[head.at]))
+    lanes, K = head.lanes, refs.state.shape[2]
+    X, Aqk = ([f32(x[at]) for at in head.squares] for x in (refs.X, refs.Aqk))
+    vn = lanes.values_by(passes, refs.z[head.n], X)
     yield
     refs.vn[head.at] = vn.astype(refs.vn.dtype)
     vn = passes.split(vn)
-    o = passes.dot(vn, f32(refs.Aqk[head.at]))
+    o = lanes.values_by(passes, vn, Aqk)
     kg = read(refs.k, head, K) * refs.U[head.n]
     decayed = refs.state[head.n] * refs.P[head.n, C - 1 :]
-    refs.state[head.n] = decayed + passes.dot(vn, kg)
+    refs.state[head.n] = decayed + lanes.on_diagonal(passes.dot(vn, kg))
     yield
     write(refs.o, head, refs.o_state[head.n] + o.T)

@@ -1,22 +1,37 @@
 """The heads of a grid step: blocks hold some of the batch and some of the heads."""
 
+import itertools
 from typing import NamedTuple
 
-import numpy as np
 from jax.experimental import pallas as pl
 
-from gdn2_kernels.tile import f32
+from gdn2_kernels.stages.mxu.alone import Alone
+from gdn2_kernels.stages.mxu.pair import Pair
+from gdn2_kernels.stages.mxu.tiles import C
+from gdn2_kernels.tile import f32, int32
 
 
 class Head(NamedTuple):
+    """A head, or a pair of heads in the same lanes."""
+
     n: int  # among those of the grid step
     at: tuple  # (batch, head) within the blocks
+    lanes: type  # Alone or Pair
+
+    @property
+    def squares(self):
+        """Where in a block (batch, heads, members*C, C) those of its members are."""
+        return [
+            (*self.at, slice(i * C, (i + 1) * C)) for i in range(self.lanes.MEMBERS)
+        ]
 
 
-def heads_of(states):
-    """All heads of a block of states (batch, heads, V, K)."""
+def heads_of(states, members=1):
+    """All heads of a block of states (batch, heads, V, K): groups, of so many members."""
     batch, heads = states.shape[:2]
-    return [Head(i * heads + j, (i, j)) for i in range(batch) for j in range(heads)]
+    places = itertools.product(range(batch), range(heads))
+    lanes = {1: Alone, 2: Pair}[members]
+    return [Head(n, at, lanes) for n, at in enumerate(places)]
 
 
 def read(tokens, head, D, rows=slice(None)):
@@ -46,4 +61,4 @@ def phase(number):
     not keep values of one phase in registers for the next, which would spill them.
     """
     # Different for each phase, or neighbours would be merged.
-    return pl.when(pl.program_id(2) > np.int32(-1 - number))
+    return pl.when(pl.program_id(2) > int32(-1 - number))

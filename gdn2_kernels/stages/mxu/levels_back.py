@@ -8,11 +8,9 @@ the rows of a block owe to the decay of every row of it, still to be summed over
 import functools
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from gdn2_kernels.stages.mxu import tiles
-from gdn2_kernels.stages.mxu.passes import woven_parts
 from gdn2_kernels.stages.mxu.tiles import (
     REGISTER,
     ROWS,
@@ -25,7 +23,7 @@ from gdn2_kernels.stages.mxu.tiles import (
     roll_rows,
     weave,
 )  # fmt: skip
-from gdn2_kernels.tile import columns, only, rows
+from gdn2_kernels.tile import columns, int32, only, rows
 
 
 def owed_over_halves(q, k, bk, sums, owed, h):
@@ -44,25 +42,16 @@ def owed_over_halves(q, k, bk, sums, owed, h):
     return halves.reshape(-1, ROWS, q.shape[1])
 
 
-def level(q, k, bk, factors, pairs, dAqk_turned, dA_turned, sums, h, passes):
-    """`sums` with level h >= 8 added."""
+def level(q, k, bk, factors, pairs, turned, sums, h, passes, lanes):
+    """`sums` with level h >= 8 added. pairs: dAqk, dA as `lanes.read` takes them; turned:
+    their transposes, as `lanes.written` does.
+    """
     dq, d_bk, dk = sums
     P, U = later(factors, h), earlier(factors, h)
     q_P, bk_P, k_U = later(q, h) * P, later(bk, h) * P, earlier(k, h) * U
 
-    # Rows: queries of later halves. Columns: keys of the earlier half of their block, and
-    # beside them, in its later half, the low parts.
-    in_early, in_late = tiles.halves_of_block(h)
-    packed = [
-        passes.pack_parts([later(x, h) for x in p], in_early, in_late, h) for p in pairs
-    ]
-    keys = woven_parts(passes, k_U, k_U, h)
-    read = passes.packed_dot(jnp.concatenate(packed), keys)
-
-    # Rows: keys. Columns: queries, q in the later half, b*k moved to the earlier one.
-    moved = only(in_early, roll_lanes(earlier(dA_turned, h), -h))
-    turned = jnp.where(in_late, earlier(dAqk_turned, h), moved)
-    written = passes.dot(turned, woven_parts(passes, bk_P, q_P, h))
+    read = lanes.read(passes, pairs, k_U, h)
+    written = lanes.written(passes, turned, bk_P, q_P, h)
 
     def add_later(x, y):
         return weave(earlier(x, h), later(x, h) + y, h)
@@ -76,14 +65,14 @@ def owed_in_registers(q, k, bk, sums, owed, h):
     dq, d_bk, dk = sums
     late = tiles.in_later_rows(owed, h)
     passing = owed + jnp.where(late, registers(q * dq + bk * d_bk), registers(k * dk))
-    down = pltpu.roll(passing, np.int32(h), 1)
-    up = pltpu.roll(passing, np.int32(ROWS - h), 1)
+    down = pltpu.roll(passing, int32(h), 1)
+    up = pltpu.roll(passing, int32(ROWS - h), 1)
     return owed + (down if h == 4 else jnp.where(late, down, up))
 
 
-def level_in_registers(q, k, bk, factors, packed, turned, sums, h, passes):
-    """`sums` with level h < 8 added. packed, turned: parts of dAqk and dA, of their
-    transposes, in 8 x 8 blocks.
+def level_in_registers(q, k, bk, factors, packed, turned, sums, h, passes, lanes):
+    """`sums` with level h < 8 added. packed, turned: dAqk and dA, their transposes, by
+    member, parts of 8 x 8 blocks.
     """
     dq, d_bk, dk = sums
     factors = registers(factors)
@@ -93,22 +82,25 @@ def level_in_registers(q, k, bk, factors, packed, turned, sums, h, passes):
     queries = q * P + roll_rows(bk * P, -h)  # b*k moved to the earlier rows
     keys = k * U
 
-    row, column = rows(REGISTER), columns(REGISTER) & np.int32(7)
-    same = ((row ^ column) & np.int32(-2 * h)) == 0
-    in_early = same & ((column & np.int32(h)) == 0)
-    in_late = same & ((column & np.int32(h)) != 0)
-    late_row = (row & np.int32(h)) != 0
+    row, column = rows(REGISTER), columns(REGISTER) & int32(7)
+    same = ((row ^ column) & int32(-2 * h)) == 0
+    in_early = same & ((column & int32(h)) == 0)
+    in_late = same & ((column & int32(h)) != 0)
+    late_row = (row & int32(h)) != 0
 
     # Rows: later ones q's, earlier ones (of the same block) those of b*k.
-    both = [jnp.where(late_row, x, roll_rows(y, -h)) for x, y in zip(*packed)]
-    here = passes.pack_parts(both, in_early, in_late, h)
-    read = passes.blocks_dot(here, keys + roll_rows(keys, h) if passes.packs else keys)
+    both = [
+        [jnp.where(late_row, x, roll_rows(y, -h)) for x, y in zip(dAqk, dA)]
+        for dAqk, dA in zip(*packed)
+    ]
+    read = lanes.read_in_registers(passes, both, keys, in_early, in_late, h)
 
     both = [
-        jnp.where(in_late, x, only(in_early, roll_lanes(y, -h)))
-        for x, y in zip(*turned)
+        [
+            jnp.where(in_late, x, only(in_early, roll_lanes(y, -h)))
+            for x, y in zip(dAqk, dA)
+        ]
+        for dAqk, dA in zip(*turned)
     ]
-    written = passes.blocks_dot(passes.stack_parts(both, late_row, h), queries)
-    if passes.packs:
-        written = written + roll_rows(written, -h)
+    written = lanes.written_in_registers(passes, both, queries, late_row, h)
     return dq + read * P, d_bk + roll_rows(read, h) * P, dk + written * U

@@ -31,8 +31,13 @@ class Unsplit:
 
     def dot(self, a, b, transpose_b=False):
         """a @ b, or a @ b^T; operands may come as their parts."""
+        (term,) = self.terms(a, b, transpose_b)
+        return term
+
+    def terms(self, a, b, transpose_b=False):
+        """Matrices that `dot` is the sum of."""
         (a,), (b,) = parts(self, a), parts(self, b)
-        return self.product(a, b, transpose_b=transpose_b)
+        return [self.product(a, b, transpose_b=transpose_b)]
 
     def packed_dot(self, packed, b):
         return self.product(packed, b[0])
@@ -54,6 +59,8 @@ class Unsplit:
         return only(~late_row, x[0])
 
     def blocks_dot(self, packed, b):
+        """Blocks on the diagonal, packed, by b (C, D)."""
+        (packed,) = parts(self, packed)
         return self.product(tiles.unpack_blocks(packed), b)
 
 
@@ -71,16 +78,20 @@ class Split:
 
     def dot(self, a, b, transpose_b=False):
         """a @ b, or a @ b^T; operands may come as their parts."""
+        high, *low = self.terms(a, b, transpose_b)
+        return high + (low[0] + low[1])
+
+    def terms(self, a, b, transpose_b=False):
+        """Matrices that `dot` is the sum of: of high parts, and two with a low one."""
         (a_high, a_low), (b_high, b_low) = parts(self, a), parts(self, b)
         product = functools.partial(one_pass, transpose_b=transpose_b)
         rows = a_high.shape[0]
         if rows > 128:
-            return product(a_high, b_high) + (
-                product(a_high, b_low) + product(a_low, b_high)
-            )
+            high = product(a_high, b_high)
+            return high, product(a_high, b_low), product(a_low, b_high)
         # b_high is loaded into the unit once for both parts of a.
         by_high = product(jnp.concatenate([a_high, a_low]), b_high)
-        return by_high[:rows] + (by_high[rows:] + product(a_high, b_low))
+        return by_high[:rows], by_high[rows:], product(a_high, b_low)
 
     @staticmethod
     def packed_dot(packed, b):
@@ -110,6 +121,10 @@ class Split:
 
     @staticmethod
     def blocks_dot(packed, b):
+        """Blocks on the diagonal by b (C, D): as `stack_parts` or `pack_parts` made them,
+        or their parts.
+        """
+        packed = packed if isinstance(packed, tuple) else (packed,)
         return tiles.blocks_dot(packed, Split.split(b), one_pass)
 
 

@@ -14,14 +14,13 @@ Shapes: q, k, bk, a (C, K); v, w, do (C, V); states (V, K), rows are value chann
 """
 
 import jax.numpy as jnp
-import numpy as np
 
-from gdn2_kernels.tile import columns, dot, only, roll, rows
+from gdn2_kernels.tile import columns, dot, int32, only, roll, rows
 
 
 def in_later_half(x, h):
     """Which rows are in the later half of their block of 2h."""
-    return (rows(x.shape) & np.int32(h)) != 0
+    return (rows(x.shape) & int32(h)) != 0
 
 
 def swap_halves(x, h):
@@ -31,7 +30,7 @@ def swap_halves(x, h):
 
 def same_block(C, h):
     """(C, C): are row and column in the same block of 2h?"""
-    return ((rows((C, C)) ^ columns((C, C))) & np.int32(-2 * h)) == 0
+    return ((rows((C, C)) ^ columns((C, C))) & int32(-2 * h)) == 0
 
 
 # ------------------------------------------------------ the tree of decays

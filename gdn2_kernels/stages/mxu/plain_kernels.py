@@ -8,8 +8,9 @@ from gdn2_kernels.stages.mxu.plain import backward_chunk, forward_chunk
 from gdn2_kernels.tile import f32
 
 
-def scratch(C, K, V):
+def scratch(C, K, V, members):
     """Shapes of one head: the state, or its gradient."""
+    assert members == 1
     return [(V, K)]
 
 

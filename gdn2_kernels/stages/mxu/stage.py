@@ -16,7 +16,7 @@ from gdn2_kernels.stages.launch import (
 )
 from gdn2_kernels.stages.mxu import backward as fast_backward
 from gdn2_kernels.stages.mxu import forward as fast_forward
-from gdn2_kernels.stages.mxu import plain_kernels, tiles
+from gdn2_kernels.stages.mxu import pairing, plain_kernels, tiles
 from gdn2_kernels.stages.views import check, refusal
 
 CHUNK_SIZE = tiles.C  # of the fast kernels: a chunk fills a matrix unit
@@ -67,7 +67,7 @@ def most_heads(options, *arrays_and_scratch):
 
 class Kernel(NamedTuple):
     body: object  # of (scale, inputs, outputs, scratch refs), precision
-    scratch: object  # of (C, K, V): float32 shapes of one head
+    scratch: object  # of (C, K, V, members): float32 shapes of one head
 
 
 FAST = {
@@ -86,7 +86,7 @@ def launch_one(name, options, inputs, outputs):
     """
     dims = options.dims
     kernel = (FAST if dims.C == CHUNK_SIZE else PLAIN)[name]
-    scratch = kernel.scratch(dims.C, dims.K, dims.V)
+    scratch = kernel.scratch(dims.C, dims.K, dims.V, options.members)
     arrays = [(kind, x.dtype) for kind, x in inputs] + outputs
     batch, heads = heads_at_once(dims.B, dims.H, most_heads(options, arrays, scratch))
     return launch(
@@ -100,7 +100,7 @@ def launch_one(name, options, inputs, outputs):
         in_order=True,
         backwards=name == "backward",
         vmem_limit=VMEM_LIMIT,
-        name=f"gdn2_mxu_{name}",
+        name=f"gdn2_mxu_{name}" + ("_pairs" if options.members > 1 else ""),
         flops=flops(dims) * (1 if name == "forward" else 2),
         exps=dims.C * dims.K,
     )
@@ -123,18 +123,19 @@ class Residuals(NamedTuple):
     precision "default", whose products round them anyway.
     """
 
-    X: jax.Array  # (B, H, N, C, C), transposed
-    Aqk: jax.Array  # (B, H, N, C, C), transposed
+    X: jax.Array  # (B, H, N, members*C, C), transposed
+    Aqk: jax.Array  # (B, H, N, members*C, C), transposed
     vn: jax.Array  # (B, H, N, V, C), transposed
     entering: jax.Array  # (B, H, N, V, K) state entering each chunk
 
 
-RESIDUALS = ("square", "square", "turned values", "state")
+def kinds_of_residuals(options):
+    squares = {1: "square", 2: "two squares"}[options.members]
+    return squares, squares, "turned values", "state"
 
 
 def kept_dtype(options):
     return jnp.bfloat16 if options.precision == "default" else jnp.float32
-
 
 
 def forward(q, k, v, g, b, w, scale, initial_state, options):
@@ -142,7 +143,7 @@ def forward(q, k, v, g, b, w, scale, initial_state, options):
     inputs = [("number", scale), *zip(KINDS, (q, k, v, g, b, w))]
     inputs.append(("head", initial_state))
     outputs = [("values", v.dtype), ("head", jnp.float32)]
-    outputs += [(kind, kept_dtype(options)) for kind in RESIDUALS]
+    outputs += [(kind, kept_dtype(options)) for kind in kinds_of_residuals(options)]
     o, final, *residuals = launch_one("forward", options, inputs, outputs)
     return (o, final), Residuals(*residuals)
 
@@ -150,7 +151,8 @@ def forward(q, k, v, g, b, w, scale, initial_state, options):
 def backward(inputs, residuals, do, d_final_state, options):
     """One launch. Returns: gradients of the six inputs, scale and the initial state."""
     *six, scale = inputs
-    arrays = [("number", scale), *zip(KINDS, six), *zip(RESIDUALS, residuals)]
+    arrays = [("number", scale), *zip(KINDS, six)]
+    arrays += zip(kinds_of_residuals(options), residuals)
     arrays += [("values", do), ("head", d_final_state)]
     outputs = [(kind, x.dtype) for kind, x in zip(KINDS, six)]
     outputs += [("head", jnp.float32), ("head rows", jnp.float32)]
@@ -186,19 +188,29 @@ def mxu(q, k, v, g, b, w, scale, initial_state, *, precision, chunk_size, interp
     """Pairwise decay on the matrix unit. Shapes and contract as `gdn2`.
 
     chunk_size: None or 128 for the fast kernels; 16, 32 or 64 for their plain twins.
+    Heads with K = V = 64 are computed two at a time in the fast kernels (`pairing`).
 
     Raises:
       ValueError: K or V not a multiple of 8 up to 256, float64 inputs, a chunk size
         below 16 or above 128.
     """
     check("mxu", q, v, chunk_size, SMALLEST_CHUNK, CHUNK_SIZE)
+    tokens, members = (q, k, v, g, b, w), 1
+    if pairing.fit(q, v, chunk_size):
+        tokens, members = [pairing.tokens_in(x) for x in tokens], pairing.MEMBERS
+        initial_state = pairing.state_in(initial_state)
     options = Options.of(
-        q, v, precision, chunk_size, interpret, smallest=CHUNK_SIZE, usual=CHUNK_SIZE
-    )
+        tokens[0], tokens[2], precision, chunk_size, interpret,
+        smallest=CHUNK_SIZE, usual=CHUNK_SIZE, members=members,
+    )  # fmt: skip
     scale = scale.astype(jnp.float32).reshape(1, 1)
 
     def run(*inputs_and_state):
         *inputs, state = inputs_and_state
         return with_backward(*inputs, scale, state, options)
 
-    return on_blocks(run, (q, k, v, g, b, w), initial_state, options)
+    o, final_state = on_blocks(run, tokens, initial_state, options)
+    if members > 1:
+        H = q.shape[2]
+        return pairing.tokens_out(o, H), pairing.state_out(final_state, H)
+    return o, final_state

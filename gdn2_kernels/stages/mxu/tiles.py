@@ -9,11 +9,10 @@ register: block t in lanes 8t .. 8t+7.
 """
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from gdn2_kernels.tile import columns, only, rows
+from gdn2_kernels.tile import columns, int32, only, rows
 
 ROWS = 8  # of a register
 C = 128  # tokens of a chunk of the fast kernels, and lanes of a register
@@ -48,14 +47,20 @@ def matrix(x):
     return x.reshape(-1, x.shape[-1])
 
 
+def unstacked(x, members):
+    """Rows for each member, one after the other."""
+    n = x.shape[0] // members
+    return [x[i * n : (i + 1) * n] for i in range(members)]
+
+
 def roll_lanes(x, by):
     """Column c holds column c - by, around the end."""
-    return pltpu.roll(x, np.int32(by % x.shape[1]), 1)
+    return pltpu.roll(x, int32(by % x.shape[1]), 1)
 
 
 def roll_rows(x, by):
     """Within every register, row r holds row r - by. Takes and gives (C, D)."""
-    return matrix(pltpu.roll(registers(x), np.int32(by % ROWS), 1))
+    return matrix(pltpu.roll(registers(x), int32(by % ROWS), 1))
 
 
 def row_of_register(x):
@@ -66,7 +71,7 @@ def row_of_register(x):
 
 def in_later_rows(x, h):
     """Rows of registers (n, 8, D) in the later half of their block of 2h, h < 8."""
-    return (row_of_register(x) & np.int32(h)) != 0
+    return (row_of_register(x) & int32(h)) != 0
 
 
 def choose_rows(h, late, early):
@@ -79,7 +84,7 @@ def halves_of_block(h):
     """Masks (C/2, C), rows as `earlier` or `later` leave them: the columns of the earlier
     and of the later half of a row's block of 2h.
     """
-    shift = np.int32(h.bit_length() - 1)  # not //, which asks what chip it is for
+    shift = int32(h.bit_length() - 1)  # not //, which asks what chip it is for
     block = rows((C // 2, C)) >> shift
     half = columns((C // 2, C)) >> shift
     return half == 2 * block, half == 2 * block + 1
@@ -93,7 +98,7 @@ def _merge(tiles):
     lane = columns(REGISTER)
     bit = ROWS
     while len(tiles) > 1:
-        odd = (lane & np.int32(bit)) != 0
+        odd = (lane & int32(bit)) != 0
         tiles = [jnp.where(odd, b, a) for a, b in zip(tiles[::2], tiles[1::2])]
         bit *= 2
     return tiles[0]
@@ -106,7 +111,7 @@ def pack_blocks(x):
 
 def unpack_blocks(packed):
     """(8, C) -> (C, C), zeros outside the blocks."""
-    block = columns(REGISTER) >> np.int32(3)
+    block = columns(REGISTER) >> int32(3)
     return jnp.concatenate([only(block == t, packed) for t in range(C // ROWS)])
 
 
@@ -117,23 +122,24 @@ def pack_row_sums(x):
     return _merge([jnp.broadcast_to(s, REGISTER) for s in tiles])
 
 
-def blocks_dot(packed, parts, product):
-    """Block diagonal matrix (packed, its low parts in the other half of the lanes of a
-    64-row half) times the parts of a (C, D) matrix: high and low stand in one
-    contraction, 64 tokens to a pass.
+def blocks_dot(left_parts, parts, product):
+    """Block diagonal matrix, the sum of its packed parts, times the parts of a (C, D)
+    matrix: high and low of that stand in one contraction, 64 tokens to a pass.
     """
     lane = columns(REGISTER)
-    turned = roll_lanes(packed, 64)
-    block = (lane & np.int32(63)) >> np.int32(3)
-    first, second = (
-        jnp.where(lane < 64, packed, turned),
-        jnp.where(lane < 64, turned, packed),
-    )
+    block = (lane & int32(63)) >> int32(3)
+    halves = [[], []]
+    for packed in left_parts:
+        turned = roll_lanes(packed, 64)
+        halves[0].append(jnp.where(lane < 64, packed, turned))
+        halves[1].append(jnp.where(lane < 64, turned, packed))
     results = []
-    for half, start in ((first, 0), (second, 64)):
-        left = jnp.concatenate([only(block == t, half) for t in range(8)])
+    for half, start in zip(halves, (0, 64)):
+        left = jnp.concatenate([only(block == t, x) for x in half for t in range(8)])
         right = jnp.concatenate([part[start : start + 64] for part in parts])
-        results.append(product(left, right))
+        by_part = product(left, right)
+        first, *others = (by_part[i : i + 64] for i in range(0, len(left), 64))
+        results.append(sum(others, first))
     return jnp.concatenate(results)
 
 
@@ -159,9 +165,9 @@ def inverse_of_blocks(packed):
     that heads side by side share its pattern, which costs more than the gather.
     """
     row, lane = rows(REGISTER), columns(REGISTER)
-    X = (row == (lane & np.int32(7))).astype(jnp.float32)
+    X = (row == (lane & int32(7))).astype(jnp.float32)
     for j in range(ROWS - 1, 0, -1):
-        column = lane_gather(packed, (lane & np.int32(~7)) | np.int32(j))
+        column = lane_gather(packed, (lane & int32(~7)) | int32(j))
         X = X - column * X[j : j + 1]
         yield
     return X

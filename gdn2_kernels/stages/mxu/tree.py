@@ -5,7 +5,6 @@ after it, to the end of its block. Blocks have one row at first (P = a, U = 1).
 """
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from gdn2_kernels.stages.mxu.plain import SUMMED, sums_in_blocks
@@ -18,14 +17,14 @@ from gdn2_kernels.stages.mxu.tiles import (
     row_of_register,
     weave,
 )  # fmt: skip
-from gdn2_kernels.tile import only
+from gdn2_kernels.tile import int32, only
 
 
 def first_doubling(a):
     """P, U of blocks of two rows."""
     x = registers(a)
     late = in_later_rows(x, 1)
-    before, after = pltpu.roll(x, np.int32(1), 1), pltpu.roll(x, np.int32(7), 1)
+    before, after = pltpu.roll(x, int32(1), 1), pltpu.roll(x, int32(7), 1)
     return matrix(jnp.where(late, x * before, x)), matrix(only(~late, after, 1))
 
 

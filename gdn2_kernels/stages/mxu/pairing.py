@@ -1,0 +1,53 @@
+"""Heads of 64 channels as kernels see them: two of them count as one head of 128.
+
+Tokens (B, L, H, 64) lie in memory as (B, L, H/2, 128) do. Nothing is copied, and no lane
+is empty.
+"""
+
+import jax.numpy as jnp
+
+from gdn2_kernels.stages.mxu.pair import HALF, Pair
+
+MEMBERS = Pair.MEMBERS
+
+
+def fit(q, v, chunk_size):
+    """Are there heads to pair up? Not with other chunks than those of the fast kernels,
+    and not a single one: with a head of zeros beside it it would be slower.
+    """
+    whole_chunks = chunk_size in (None, 128)
+    return whole_chunks and q.shape[-1] == v.shape[-1] == HALF and q.shape[2] > 1
+
+
+def _even(x, axis):
+    """With a head of zeros if their number is odd."""
+    filled = [(0, x.shape[axis] % MEMBERS if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, filled)
+
+
+def tokens_in(x):
+    """(B, L, H, 64) -> (B, L, H/2, 128)."""
+    x = _even(x, 2)
+    B, L, H, D = x.shape
+    return x.reshape(B, L, H // MEMBERS, MEMBERS * D)
+
+
+def tokens_out(x, H):
+    """Inverse of `tokens_in`."""
+    B, L = x.shape[:2]
+    return x.reshape(B, L, -1, HALF)[:, :, :H]
+
+
+def state_in(state):
+    """(B, H, 64, 64) -> (B, H/2, 128, 128), zeros between the two of a pair."""
+    state = _even(state, 1)
+    first, second = state[:, ::2], state[:, 1::2]
+    none = jnp.zeros_like(first)
+    return jnp.block([[first, none], [none, second]])
+
+
+def state_out(state, H):
+    """Inverse of `state_in`."""
+    first, second = state[:, :, :HALF, :HALF], state[:, :, HALF:, HALF:]
+    both = jnp.stack([first, second], 2)
+    return both.reshape(state.shape[0], -1, HALF, HALF)[:, :H]
