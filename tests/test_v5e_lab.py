@@ -263,15 +263,26 @@ def test_matrix_floor(report):
 
 
 @on_v5e
-def test_reports_are_kept_and_the_same_again(report, tmp_path, monkeypatch):
+def test_unchanged_programs_give_unchanged_numbers(report):
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    alone = v5e.compile(lambda x: call(grow(TRIPS), "loop", x), x, cache=False)
+    assert alone.launches[0].walk == launch(report, "loop").walk
     assert v5e.Report.from_json(report.to_json()) == report
+
+
+@on_v5e
+def test_reports_are_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("GDN2_KERNELS_CACHE", str(tmp_path))
-    first = v5e.compile(programs, *ARGUMENTS)
-    assert first.program == report.program  # unchanged programs give unchanged numbers
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+
+    def double(x):
+        return 2 * x
+
+    first = v5e.compile(double, x, count=False)
     (kept,) = (tmp_path / "v5e").iterdir()
-    assert v5e.compile(programs, *ARGUMENTS) == first
+    assert v5e.compile(double, x, count=False) == first
     kept.write_text(kept.read_text().replace('"compile_seconds": ', '"compile_seconds": 1000'))
-    assert v5e.compile(programs, *ARGUMENTS).compile_seconds > 1000  # it was read from there
+    assert v5e.compile(double, x, count=False).compile_seconds > 1000  # it was read from there
 
 
 @on_v5e
@@ -287,11 +298,10 @@ def test_report_for_the_eye(report):
     assert sum(x.calls * x.cycles for x in report.launches) == report.cycles
 
 
-@on_v5e
 def test_without_counting():
-    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    report = v5e.Report(0, 0, 0, 0.0, 0.0, 0.0, "", "")
     with pytest.raises(ValueError, match="count"):
-        v5e.compile(lambda x: x + 1, x, count=False).cycles
+        report.cycles
 
 
 def test_bad_arguments():

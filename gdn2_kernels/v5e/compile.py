@@ -111,7 +111,9 @@ def compile(
     if cache and dumps is None and kept.exists():
         return Report.from_json(kept.read_text())
     with tempfile.TemporaryDirectory(prefix="v5e_") as folder:
-        result = _in_subprocess(program, folder, topology, count, timeout, dumps, libtpu)
+        result = _in_subprocess(
+            program, _axes(args, topology), folder, topology, count, timeout, dumps, libtpu
+        )
     if "refused" in result:
         raise CompileError(result["refused"])
     found = dict(trace_seconds=traced, jax=jax.__version__, libtpu=libtpu)
@@ -138,6 +140,15 @@ def _exported(fn, args, topology) -> bytes:
     return bytes(exported.serialize())
 
 
+def _axes(args, topology):
+    """Names and sizes of the axes of the mesh that the arguments are spread over."""
+    for leaf in jax.tree.leaves(args):
+        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if mesh is not None and mesh.size == CHIPS[topology]:
+            return list(mesh.axis_names), list(mesh.shape.values())
+    return ["chip"], [CHIPS[topology]]
+
+
 def _a_v5e():
     """A context in which JAX knows for which chip it lowers: newer ones ask, in the
     sign of a number for instance.
@@ -152,7 +163,7 @@ def _a_v5e():
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def _in_subprocess(program, folder, topology, count, timeout, dumps, libtpu) -> dict:
+def _in_subprocess(program, mesh, folder, topology, count, timeout, dumps, libtpu) -> dict:
     folder = pathlib.Path(folder)
     (folder / "program").write_bytes(program)
     dumps = pathlib.Path(dumps or folder / "dumps").absolute()
@@ -169,7 +180,7 @@ def _in_subprocess(program, folder, topology, count, timeout, dumps, libtpu) -> 
     }
     answer = folder / "answer"
     command = [sys.executable, "-m", "gdn2_kernels.v5e.worker", folder / "program", answer]
-    command += [topology, str(CHIPS[topology]), dumps if count else ""]
+    command += [topology, json.dumps(mesh), dumps if count else ""]
     with _progress():
         try:
             done = subprocess.run(
