@@ -105,11 +105,12 @@ def compile(
         raise ValueError(f"topology: expected one of {known}, got {topology!r}")
     libtpu = libtpu_version()
     start = time.perf_counter()
-    program = _exported(fn, args, topology)
+    exported = _exported(fn, args, topology)
     traced = time.perf_counter() - start
-    kept = _kept(program, libtpu, topology, count)
+    kept = _kept(exported, libtpu, topology, count)
     if cache and dumps is None and kept.exists():
         return Report.from_json(kept.read_text())
+    program = bytes(exported.serialize())
     with tempfile.TemporaryDirectory(prefix="v5e_") as folder:
         result = _in_subprocess(
             program, _axes(args, topology), folder, topology, count, timeout, dumps, libtpu
@@ -123,7 +124,7 @@ def compile(
     return report
 
 
-def _exported(fn, args, topology) -> bytes:
+def _exported(fn, args, topology):
     # Leaves only: a serialised program knows no containers but JAX's own.
     leaves, tree = jax.tree.flatten(args)
 
@@ -137,7 +138,7 @@ def _exported(fn, args, topology) -> bytes:
             f"topology: expected one of {exported.nr_devices} chips, which the arguments "
             f"are spread over, got {topology!r} of {CHIPS[topology]}"
         )
-    return bytes(exported.serialize())
+    return exported
 
 
 def _axes(args, topology):
@@ -210,9 +211,10 @@ class _progress:
             print(f" {time.perf_counter() - self.start:.1f} s", flush=True)
 
 
-def _kept(program, libtpu, topology, count) -> pathlib.Path:
+def _kept(exported, libtpu, topology, count) -> pathlib.Path:
     """Where the report of a program is kept, by everything that it depends on."""
-    key = hashlib.sha256(program)
+    # As text: the serialised form also says from which line it was called.
+    key = hashlib.sha256(exported.mlir_module().encode())
     for name in MODEL:
         key.update(pathlib.Path(__file__).with_name(f"{name}.py").read_bytes())
     options = os.environ.get("LIBTPU_INIT_ARGS", ""), topology, count
