@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -213,8 +214,9 @@ class _progress:
 
 def _kept(exported, libtpu, topology, count) -> pathlib.Path:
     """Where the report of a program is kept, by everything that it depends on."""
-    # As text: the serialised form also says from which line it was called.
-    key = hashlib.sha256(exported.mlir_module().encode())
+    # As text, without the lines that say where in which file it was called.
+    text = re.sub(r"^#loc.*$", "", exported.mlir_module(), flags=re.M)
+    key = hashlib.sha256(text.encode())
     for name in MODEL:
         key.update(pathlib.Path(__file__).with_name(f"{name}.py").read_bytes())
     options = os.environ.get("LIBTPU_INIT_ARGS", ""), topology, count
