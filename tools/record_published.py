@@ -1,8 +1,8 @@
 """Compile the kernels whose times on real chips were published, count their cycles, and lay both side by side:
 
-    python tools/record_published.py
+    python tools/record_published.py [PROGRAM ..]
 
-writes book/data/v5e_predicted.json from book/data/v5e_published.json. The kernels are those of the public packages
+(PROGRAM: only those whose names begin so; the others are kept) writes book/data/v5e_predicted.json from book/data/v5e_published.json. The kernels are those of the public packages
 atomic-ops 0.2.0 and deltanet-tpu 0.3.0, which have to be installed (pip install --no-deps; the latter wants Python 3.12).
 What is not installed is left as it was recorded. They are no dependency, and nothing of them is here.
 """
@@ -91,13 +91,15 @@ def key(row):
     return tuple(row[name] for name in NAMES)
 
 
-def main():
+def main(only):
     rows = {}
     if OUTPUT.exists():
         rows = {key(row): row for row in json.loads(OUTPUT.read_text())["results"]}
     for measured in json.loads(MEASURED.read_text())["results"]:
         named = dict(zip(NAMES, key(measured)))
         package, function = PROGRAMS.get(named["program"], (None, None))
+        if only and not named["program"].startswith(only):
+            continue
         try:
             version = importlib.metadata.version(package or "")
         except (importlib.metadata.PackageNotFoundError, ValueError):
@@ -119,4 +121,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(tuple(sys.argv[1:]))

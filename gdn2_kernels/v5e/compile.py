@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -105,13 +106,16 @@ def compile(
         raise ValueError(f"topology: expected one of {known}, got {topology!r}")
     libtpu = libtpu_version()
     start = time.perf_counter()
-    program = _exported(fn, args, topology)
+    exported = _exported(fn, args, topology)
     traced = time.perf_counter() - start
-    kept = _kept(program, libtpu, topology, count)
+    kept = _kept(exported, libtpu, topology, count)
     if cache and dumps is None and kept.exists():
         return Report.from_json(kept.read_text())
+    program = bytes(exported.serialize())
     with tempfile.TemporaryDirectory(prefix="v5e_") as folder:
-        result = _in_subprocess(program, folder, topology, count, timeout, dumps, libtpu)
+        result = _in_subprocess(
+            program, _axes(args, topology), folder, topology, count, timeout, dumps, libtpu
+        )
     if "refused" in result:
         raise CompileError(result["refused"])
     found = dict(trace_seconds=traced, jax=jax.__version__, libtpu=libtpu)
@@ -121,7 +125,7 @@ def compile(
     return report
 
 
-def _exported(fn, args, topology) -> bytes:
+def _exported(fn, args, topology):
     # Leaves only: a serialised program knows no containers but JAX's own.
     leaves, tree = jax.tree.flatten(args)
 
@@ -135,7 +139,16 @@ def _exported(fn, args, topology) -> bytes:
             f"topology: expected one of {exported.nr_devices} chips, which the arguments "
             f"are spread over, got {topology!r} of {CHIPS[topology]}"
         )
-    return bytes(exported.serialize())
+    return exported
+
+
+def _axes(args, topology):
+    """Names and sizes of the axes of the mesh that the arguments are spread over."""
+    for leaf in jax.tree.leaves(args):
+        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if mesh is not None and mesh.size == CHIPS[topology]:
+            return list(mesh.axis_names), list(mesh.shape.values())
+    return ["chip"], [CHIPS[topology]]
 
 
 def _a_v5e():
@@ -152,7 +165,7 @@ def _a_v5e():
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def _in_subprocess(program, folder, topology, count, timeout, dumps, libtpu) -> dict:
+def _in_subprocess(program, mesh, folder, topology, count, timeout, dumps, libtpu) -> dict:
     folder = pathlib.Path(folder)
     (folder / "program").write_bytes(program)
     dumps = pathlib.Path(dumps or folder / "dumps").absolute()
@@ -169,7 +182,7 @@ def _in_subprocess(program, folder, topology, count, timeout, dumps, libtpu) -> 
     }
     answer = folder / "answer"
     command = [sys.executable, "-m", "gdn2_kernels.v5e.worker", folder / "program", answer]
-    command += [topology, str(CHIPS[topology]), dumps if count else ""]
+    command += [topology, json.dumps(mesh), dumps if count else ""]
     with _progress():
         try:
             done = subprocess.run(
@@ -199,9 +212,11 @@ class _progress:
             print(f" {time.perf_counter() - self.start:.1f} s", flush=True)
 
 
-def _kept(program, libtpu, topology, count) -> pathlib.Path:
+def _kept(exported, libtpu, topology, count) -> pathlib.Path:
     """Where the report of a program is kept, by everything that it depends on."""
-    key = hashlib.sha256(program)
+    # As text, without the lines that say where in which file it was called.
+    text = re.sub(r"^#loc.*$", "", exported.mlir_module(), flags=re.M)
+    key = hashlib.sha256(text.encode())
     for name in MODEL:
         key.update(pathlib.Path(__file__).with_name(f"{name}.py").read_bytes())
     options = os.environ.get("LIBTPU_INIT_ARGS", ""), topology, count

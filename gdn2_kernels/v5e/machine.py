@@ -167,8 +167,8 @@ def matmul_cycles(opcode: str) -> int:
 # that `scalar` and `walk` know about. Others are counted in a report as unknown.
 # vllmr moves weights within a matrix unit, taken as free.
 VECTOR = frozenset(
-    """vabs vadd vand vbcast vcmask vceil vclz vcmp vcombine vcvt vdelay vfloor vlaneseq
-    vld vllmr vmand vmatmul vmatpush vmax vmin vmmov vmneg vmor vmov vmul vmxor vnand vneg
+    """vabs vadd vand vbcast vceil vclamps-f32 vclz vcmask vcmp vcombine vcvt vdelay vfloor vlaneseq
+    vld vllmr vmand vmatmul vmatpush vmax vmin vmmov vmneg vmor vmov vmpackc vmul vmxor vnand vneg
     vnez vnor vor vpack vpcnt vperm vphi vpop vrng vrot vround vsel vset vsetiar vsettm
     vshll vshra vshrl vst vstv vsub vsyncadd vsyncpa vtrace vtrunc vunpack vwait vweird
     vxor vxpose""".split()

@@ -1,12 +1,14 @@
-"""`python -m gdn2_kernels.v5e.worker PROGRAM ANSWER TOPOLOGY CHIPS DUMPS`: compile an
-exported program for v5e, write what came of it. DUMPS: the folder that libtpu was told
-to write to, or nothing, and then no cycles are counted.
+"""`python -m gdn2_kernels.v5e.worker PROGRAM ANSWER TOPOLOGY MESH DUMPS`: compile an
+exported program for v5e, write what came of it. MESH: JSON, names and sizes of the axes
+that the chips lie along. DUMPS: the folder that libtpu was told to write to, or nothing,
+and then no cycles are counted.
 
 Run by `compile`, which sets the environment.
 """
 
 import dataclasses
 import json
+import math
 import pathlib
 import sys
 import time
@@ -23,13 +25,14 @@ from gdn2_kernels.v5e.program import analyse
 DESCRIBED = {"v5e:1x1": "v5e:2x2x1", "v5e:2x2": "v5e:2x2x1", "v5e:2x4": "v5e:2x4x1"}
 
 
-def main(program, answer, topology, chips, dumps):
+def main(program, answer, topology, mesh, dumps):
     exported = jax.export.deserialize(bytearray(pathlib.Path(program).read_bytes()))
     described = topologies.get_topology_desc(
         platform="tpu", topology_name=DESCRIBED[topology]
     )
-    devices = described.devices[: int(chips)]
-    flat, shapes = placed(exported, devices)
+    names, sizes = json.loads(mesh)
+    devices = np.array(described.devices[: math.prod(sizes)]).reshape(sizes)
+    flat, shapes = placed(exported, Mesh(devices, names))
     start = time.perf_counter()
     try:
         compiled = flat.lower(*shapes).compile()
@@ -44,16 +47,16 @@ def main(program, answer, topology, chips, dumps):
     pathlib.Path(answer).write_text(json.dumps(result))
 
 
-def placed(exported, devices):
-    """The program as a jitted function on these devices, and what to lower it with."""
+def placed(exported, mesh):
+    """The program as a jitted function on these chips, and what to lower it with."""
     if exported.nr_devices == 1:
-        chip = SingleDeviceSharding(devices[0])
+        chip = SingleDeviceSharding(mesh.devices.flat[0])
         flat = jax.jit(exported.call, out_shardings=chip)
         shardings = [chip] * len(exported.in_avals)
     else:
-        mesh = Mesh(np.array(devices), ("chip",))
         shardings = exported.in_shardings_jax(mesh)
-        flat = jax.jit(exported.call, out_shardings=exported.out_shardings_jax(mesh))
+        results = list(exported.out_shardings_jax(mesh))
+        flat = jax.jit(exported.call, out_shardings=results)
     return flat, [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         for x, sharding in zip(exported.in_avals, shardings)
