@@ -73,9 +73,13 @@ def state_of_package():
     return state.hexdigest()[:16]
 
 
+def path_of(call, folder):
+    return folder / f"{hashlib.sha256(named(call).encode()).hexdigest()[:16]}.json"
+
+
 def report_on(call, command, folder):
     """The report on one call, by the counting program unless it is there."""
-    path = folder / f"{hashlib.sha256(named(call).encode()).hexdigest()[:16]}.json"
+    path = path_of(call, folder)
     if not path.exists():
         unfinished = path.with_suffix(".part")
         subprocess.run(

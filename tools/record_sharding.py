@@ -82,7 +82,12 @@ def cycles(command):
     folder = REPORTS / state_of_kernels()
     folder.mkdir(parents=True, exist_ok=True)
     rows, there = [], known()
-    for B, H in sorted(shares(), key=lambda x: not (x[0] == 4 and x[1] in there)):
+
+    def to_do(share):
+        B, H = share
+        return not (B == 4 and H in there or record_mxu.path_of(dict(B=B, H=H), folder).exists())
+
+    for B, H in sorted(shares(), key=to_do):  # what is there first
         if B == 4 and H in there:
             row = there[H]
         else:
