@@ -56,9 +56,10 @@ def collectives(text: str, devices: int) -> list[Collective]:
     """
     computations, entry = _computations(text)
     times = _times(computations, entry)
+    fused = set(re.findall(r"calls=%?([\w.\-]+)", text))
     found = {}
     for name, lines in computations.items():
-        for line in lines:
+        for number_of_line, line in enumerate(lines):
             match = re.match(
                 r"(\([^()]*\)|\S+) (" + "|".join(KINDS) + r")(-start)?\(", line
             )
@@ -77,10 +78,11 @@ def collectives(text: str, devices: int) -> list[Collective]:
             one = Collective(
                 kind, " ".join(x for _, x in sizes), number, n, times[name]
             )
-            # The compiler may split one collective into many parts that run beside
-            # other work; all carry its channel.
+            # The TPU compiler may split one collective into parts, each fused with other
+            # work; all carry its channel, which elsewhere need not be its own.
             channel = re.search(r"channel_id=(\d+)", line)
-            found.setdefault(channel.group() if channel else line, one)
+            part = name in fused and channel
+            found.setdefault(channel.group() if part else (name, number_of_line), one)
     return list(found.values())
 
 

@@ -96,6 +96,14 @@ def step(state, inputs, targets, config, optimize, mesh=None):
     return state, {"loss": loss, "gradient": size, "ok": ok}
 
 
+@functools.lru_cache(maxsize=8)
+def compiled_step(config, steps, rate, mesh):
+    """`step` as `train` runs it, compiled once for all runs of one kind."""
+    optimize = optimizer(steps, rate)
+    run = functools.partial(step, config=config, optimize=optimize, mesh=mesh)
+    return jax.jit(run, donate_argnums=0)
+
+
 def train(
     config,
     batches,
@@ -137,10 +145,7 @@ def train(
     if mesh is not None:
         spread = NamedSharding(mesh, P("batch"))
         state = jax.device_put(state, NamedSharding(mesh, P()))
-    one_step = jax.jit(
-        functools.partial(step, config=config, optimize=optimize, mesh=mesh),
-        donate_argnums=0,
-    )
+    one_step = compiled_step(config, steps, rate, mesh)
 
     def save():
         if manager is not None and manager.latest_step() != len(losses):

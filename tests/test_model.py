@@ -113,6 +113,14 @@ BATCHES = corpus.batches(TEXT, 8, 12)
 run = functools.partial(train.train, SMALL, steps=6, save_every=2, bar=False)
 
 
+@functools.cache
+def one_step_on():
+    """A step, compiled, and the state after the first."""
+    optimize = train.optimizer(100)
+    step = jax.jit(functools.partial(train.step, config=SMALL, optimize=optimize), compiler_options=QUICK)
+    return step, step(train.begin(SMALL, optimize), *BATCHES(0))[0]
+
+
 def same(x, y):
     for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -133,10 +141,7 @@ def test_stopped_and_gone_on_with_it_is_the_same_run_to_the_bit(tmp_path):
 
 
 def test_bad_steps_change_nothing_and_are_counted():
-    config, optimize = SMALL, train.optimizer(10)
-    step = jax.jit(functools.partial(train.step, config=config, optimize=optimize), compiler_options=QUICK)
-    state = train.begin(config, optimize)
-    state, _ = step(state, *BATCHES(0))
+    step, state = one_step_on()
     # A parameter that makes the loss NaN, and a gradient that is far from usual.
     broken = state | {"params": state["params"] | {"head": state["params"]["head"].at[0, 0].set(jnp.nan)}}
     for before in (broken, state | {"typical": state["typical"] / 1000}):
@@ -150,11 +155,8 @@ def test_bad_steps_change_nothing_and_are_counted():
 
 
 def test_a_spike_that_stays_is_followed_in_the_end():
-    config, optimize = SMALL, train.optimizer(100)
-    step = jax.jit(functools.partial(train.step, config=config, optimize=optimize), compiler_options=QUICK)
-    state = train.begin(config, optimize)
-    state, _ = step(state, *BATCHES(0))
-    state["typical"] = state["typical"] / 1000
+    step, state = one_step_on()
+    state = state | {"typical": state["typical"] / 1000}
     seen = [bool((out := step(state, *BATCHES(n)))[1]["ok"]) or state.update(out[0]) for n in range(30)]
     assert not seen[0] and any(seen)
 

@@ -103,6 +103,14 @@ def test_kernels_lower_for_a_tpu_on_every_axis(stage):
         assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
+def test_plain_jit_cannot_cut_a_kernel():
+    where = NamedSharding(mesh(head=8), PartitionSpec(None, None, "head"))
+    x = [jax.ShapeDtypeStruct((1, 128, 8, 128), jnp.float32, sharding=where)] * 6
+    traced = jax.jit(lambda *x: gk.gdn2(*x, stage="mxu", interpret=False)).trace(*x)
+    with pytest.raises(NotImplementedError, match="shard_map"):
+        traced.lower(lowering_platforms=("tpu",))
+
+
 # ------------------------------------------------------ what is said between devices
 
 

@@ -1,15 +1,14 @@
 """Record what the chapter `sharding` quotes, in book/data/sharding.json. Two parts, in any order:
 
     python tools/record_sharding.py collectives [--go-on]   what programs for eight chips, v5e:2x4, say to each other
-    python tools/record_sharding.py cycles COMMAND ..       COMMAND is the counting program of `record_cycles.py`
+    python tools/record_sharding.py cycles                  of the shares that one chip gets
 
 No TPU is needed: both compile ahead of time with libtpu, 48 and up to 33 programs of up to a minute each, and write what
-they have after each of them. --go-on keeps the programs that the file has; reports of the second are kept in
-_build/record_sharding for one state of the kernels.
+they have after each of them. --go-on keeps the programs that the file has; reports of the second are kept (see
+v5e.compile).
 """
 
 import functools
-import hashlib
 import importlib.metadata
 import itertools
 import json
@@ -17,7 +16,6 @@ import os
 import sys
 import time
 
-import record_cycles
 import record_mxu
 from record_cycles import ROOT
 
@@ -37,7 +35,6 @@ from gdn2_kernels import bench, sharding
 from gdn2_kernels.collectives import collectives, summary
 
 DATA = ROOT / "book" / "data" / "sharding.json"
-REPORTS = ROOT / "_build" / "record_sharding"
 
 # ------------------------------------------------------ cycles of one chip's share
 
@@ -58,13 +55,6 @@ def shares():
     return sorted(found, key=lambda x: (x[0] * x[1] not in (8, 16), x[0] * x[1], x[0]))
 
 
-def state_of_kernels():
-    state = hashlib.sha256()
-    for path in [ROOT / "gdn2_kernels" / "tile.py", *sorted((ROOT / "gdn2_kernels" / "stages").rglob("*.py"))]:
-        state.update(path.read_bytes())
-    return state.hexdigest()[:16]
-
-
 def known():
     """Shares that the record of chapter `mxu` has already: B = 4 at the same sizes."""
     wanted = {**record_mxu.DEFAULTS, "B": 4}
@@ -78,25 +68,19 @@ def held_bytes(row):
     return row["temporary_bytes"] + 4 * pairs * (14 * L * D + 4 * D * D)
 
 
-def cycles(command):
-    folder = REPORTS / state_of_kernels()
-    folder.mkdir(parents=True, exist_ok=True)
+def cycles():
     rows, there = [], known()
-    for B, H in sorted(shares(), key=lambda x: not (x[0] == 4 and x[1] in there)):
-        if B == 4 and H in there:
-            row = there[H]
-        else:
-            report = record_mxu.report_on(dict(B=B, H=H), command, folder)
-            row = record_cycles.row(dict(B=B, H=H), report)
+    for B, H in sorted(shares(), key=lambda x: not (x[0] == 4 and x[1] in there)):  # what is there first
+        row = there[H] if B == 4 and H in there else record_mxu.compiled(dict(B=B, H=H))
         moved = sum(x["hbm_bytes"] for x in row["launches"])
         row = {name: row[name] for name in ("B", "H", "milliseconds", "cycles", "temporary_bytes")}
         rows.append({**row, "moved_bytes": moved, "held_bytes": held_bytes(row)})
         print(rows[-1], flush=True)
         done = f"{len(rows)} of {len(shares())} shares"
-        how = (f"python tools/record_sharding.py cycles with a counting program, {done}, those of B = 4 and H up to 12 from "
-               "v5e_mxu.json: stage mxu, forward and backward of one chip's share,")  # fmt: skip
-        version = json.loads(record_mxu.DATA.read_text())["provenance"]["jax"]
-        write(cycles={"provenance": record_cycles.provenance(how, version), "L": 2048, "D": 128, "results": rows})
+        how = (f"python tools/record_sharding.py cycles, {done}, those of B = 4 and H up to 12 from v5e_mxu.json: compiled "
+               "cycles of stage mxu, forward and backward of one chip's share; no TPU")  # fmt: skip
+        provenance = {**bench.provenance(how), "libtpu": importlib.metadata.version("libtpu")}
+        write(cycles={"provenance": provenance, "L": 2048, "D": 128, "results": rows})
 
 
 # ------------------------------------------------------ what eight chips say to each other
@@ -172,8 +156,8 @@ def write(**parts):
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["cycles", *command] if command:
-            cycles(command)
+        case ["cycles"]:
+            cycles()
         case ["collectives", *go_on] if go_on in ([], ["--go-on"]):
             talk(bool(go_on))
         case _:
