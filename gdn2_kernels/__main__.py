@@ -5,7 +5,10 @@ import sys
 
 # Command -> module with a function `main(arguments)`, and what it is for.
 COMMANDS = {
-    "v5e": ("gdn2_kernels.v5e.command", "cycles of a function on a TPU v5e, no TPU needed"),
+    "v5e": (
+        "gdn2_kernels.v5e.command",
+        "cycles of a function on a TPU v5e, no TPU needed",
+    ),
     "lab": ("gdn2_kernels.v5e.lab", "cycles of every stage, written to a results file"),
 }
 
@@ -15,7 +18,11 @@ def main(arguments):
     if name in COMMANDS:
         return importlib.import_module(COMMANDS[name][0]).main(rest)
     lines = [f"  {command:8s} {what}" for command, (_, what) in COMMANDS.items()]
-    print("\n".join(["usage: python -m gdn2_kernels COMMAND .. (--help says more)", *lines]))
+    print(
+        "\n".join(
+            ["usage: python -m gdn2_kernels COMMAND .. (--help says more)", *lines]
+        )
+    )
     return 0 if name in ("-h", "--help") else 2
 
 
