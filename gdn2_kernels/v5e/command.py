@@ -27,7 +27,9 @@ def load(spec: str):
     name, _, keywords = call.partition("(")
     path = pathlib.Path(path)
     if not path.is_file() or not name:
-        raise ValueError(f"spec: expected FILE.py:FUNCTION of a file that exists, got {spec!r}")
+        raise ValueError(
+            f"spec: expected FILE.py:FUNCTION of a file that exists, got {spec!r}"
+        )
     found = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(found)
     sys.path.insert(0, str(path.parent))
@@ -42,14 +44,20 @@ def load(spec: str):
         options = {x.arg: ast.literal_eval(x.value) for x in parsed.keywords}
     result = function(**options)
     if not (isinstance(result, tuple) and len(result) == 2 and callable(result[0])):
-        raise ValueError(f"{spec}: expected it to return (fn, args), got {type(result).__name__}")
+        raise ValueError(
+            f"{spec}: expected it to return (fn, args), got {type(result).__name__}"
+        )
     return result
 
 
 def main(arguments):
-    parser = argparse.ArgumentParser("python -m gdn2_kernels v5e", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(
+        "python -m gdn2_kernels v5e", description=DESCRIPTION
+    )
     parser.add_argument("spec", nargs="+", metavar="FILE.py:FUNCTION")
-    parser.add_argument("--json", type=pathlib.Path, help="write the report (of one) here")
+    parser.add_argument(
+        "--json", type=pathlib.Path, help="write the report (of one) here"
+    )
     parser.add_argument("--plot", type=pathlib.Path, help="draw the last report, a PNG")
     parser.add_argument("--topology", default="v5e:1x1")
     parser.add_argument("--timeout", type=float, default=600, help="seconds")

@@ -114,7 +114,14 @@ def compile(
     program = bytes(exported.serialize())
     with tempfile.TemporaryDirectory(prefix="v5e_") as folder:
         result = _in_subprocess(
-            program, _axes(args, topology), folder, topology, count, timeout, dumps, libtpu
+            program,
+            _axes(args, topology),
+            folder,
+            topology,
+            count,
+            timeout,
+            dumps,
+            libtpu,
         )
     if "refused" in result:
         raise CompileError(result["refused"])
@@ -165,7 +172,9 @@ def _a_v5e():
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def _in_subprocess(program, mesh, folder, topology, count, timeout, dumps, libtpu) -> dict:
+def _in_subprocess(
+    program, mesh, folder, topology, count, timeout, dumps, libtpu
+) -> dict:
     folder = pathlib.Path(folder)
     (folder / "program").write_bytes(program)
     dumps = pathlib.Path(dumps or folder / "dumps").absolute()
@@ -176,20 +185,34 @@ def _in_subprocess(program, mesh, folder, topology, count, timeout, dumps, libtp
     environment = {
         **os.environ,
         **ENVIRONMENT,
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [root, os.environ.get("PYTHONPATH")])
+        ),
         "JAX_ENABLE_X64": str(int(jax.config.jax_enable_x64)),
         "LIBTPU_INIT_ARGS": " ".join(options).strip(),
     }
     answer = folder / "answer"
-    command = [sys.executable, "-m", "gdn2_kernels.v5e.worker", folder / "program", answer]
+    command = [
+        sys.executable,
+        "-m",
+        "gdn2_kernels.v5e.worker",
+        folder / "program",
+        answer,
+    ]
     command += [topology, json.dumps(mesh), dumps if count else ""]
     with _progress():
         try:
             done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=timeout
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
             )
         except subprocess.TimeoutExpired:
-            raise CompileError(f"not compiled within timeout={timeout} seconds") from None
+            raise CompileError(
+                f"not compiled within timeout={timeout} seconds"
+            ) from None
     if answer.exists():
         return json.loads(answer.read_text())
     raise Unavailable(

@@ -81,8 +81,12 @@ def provenance(command: str) -> dict:
 def main(arguments):
     parser = argparse.ArgumentParser("python -m gdn2_kernels lab", description=__doc__)
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
-    parser.add_argument("--stage", choices=STAGES, help="only this one; others are kept")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds, of a program")
+    parser.add_argument(
+        "--stage", choices=STAGES, help="only this one; others are kept"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=1800, help="seconds, of a program"
+    )
     options = parser.parse_args(arguments)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the programs are not run
     try:

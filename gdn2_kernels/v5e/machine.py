@@ -60,7 +60,10 @@ MATMUL_POP = 8  # until the second half of 16 rows can
 WEIGHT_SWITCH = 64  # between two switches to other weights, at least. FITTED
 PUSH = {"float32": 2, "bfloat16": 4}  # 8 or 16 rows of weights
 PUSH_TRANSPOSED = {"float32": 4, "bfloat16": 8}
-CROSS_LANE, CROSS_LANE_16 = 8, 16  # a cross-lane unit is busy; 16: transposes of 16 bits
+CROSS_LANE, CROSS_LANE_16 = (
+    8,
+    16,
+)  # a cross-lane unit is busy; 16: transposes of 16 bits
 PERMUTE_LATENCY, REDUCE_LATENCY, TRANSPOSE_LATENCY = 114, 115, 116
 TRANSCENDENTAL_LATENCY = 7
 

@@ -55,7 +55,10 @@ class _Analysis:
         self.computations = computations
         self.bundles, self.utilization = {}, {}
         for path in sorted(dumps.iterdir()):
-            for pattern, found in ((BUNDLES, self.bundles), (UTILIZATION, self.utilization)):
+            for pattern, found in (
+                (BUNDLES, self.bundles),
+                (UTILIZATION, self.utilization),
+            ):
                 if match := pattern.fullmatch(path.name):
                     found[match[1]] = path
         self.walks = {}
@@ -76,7 +79,11 @@ class _Analysis:
                 self.unknown[what] += round(count * launch.calls)
         launches = sorted(self.launches.values(), key=lambda x: -x.calls * x.cycles)
         return Program(
-            launches, self.overhead, self.hidden, dict(self.collectives), dict(self.unknown)
+            launches,
+            self.overhead,
+            self.hidden,
+            dict(self.collectives),
+            dict(self.unknown),
         )
 
     def run(self, name, times):
@@ -103,15 +110,25 @@ class _Analysis:
             self.run(one.attribute("to_apply"), times)
         elif one.opcode == "conditional":
             branches = re.search(r"branch_computations=\{(.*?)\}", one.rest)
-            pattern = r"%([\w.\-]+)" if branches else r"(?:true|false)_computation=%([\w.\-]+)"
+            pattern = (
+                r"%([\w.\-]+)"
+                if branches
+                else r"(?:true|false)_computation=%([\w.\-]+)"
+            )
             names = re.findall(pattern, branches[1] if branches else one.rest)
             for name in names:
                 self.run(name, times / len(names))
             self.unknown["conditional, each branch taken as often"] += 1
         elif one.opcode.endswith("-start"):
             arrays = [x[0] for x in hlo.ARRAY.finditer(one.shape)]
-            self.hidden += times * max((hlo.size(x, False) for x in arrays[:2]), default=0)
-        elif one.opcode == "custom-call" and not one.is_kernel and one.name not in self.bundles:
+            self.hidden += times * max(
+                (hlo.size(x, False) for x in arrays[:2]), default=0
+            )
+        elif (
+            one.opcode == "custom-call"
+            and not one.is_kernel
+            and one.name not in self.bundles
+        ):
             pass  # AllocateBuffer and the like
         else:
             if one.name not in self.launches:
@@ -141,10 +158,14 @@ class _Analysis:
         if name:
             if name not in self.walks:
                 texts = (self.bundles[name], self.utilization[name])
-                self.walks[name] = walk(listing(*(x.read_text(errors="replace") for x in texts)))
+                self.walks[name] = walk(
+                    listing(*(x.read_text(errors="replace") for x in texts))
+                )
             return self.walks[name], source
         shapes = {x.name: x.shape for x in computation}
-        moved = hlo.size(one.shape) + sum(hlo.size(shapes.get(x, "")) for x in one.operands)
+        moved = hlo.size(one.shape) + sum(
+            hlo.size(shapes.get(x, "")) for x in one.operands
+        )
         estimate = ESTIMATE.search(one.rest)
         if estimate:
             return Walk(cycles=int(estimate[1]), hbm_bytes=moved), "compiler's estimate"

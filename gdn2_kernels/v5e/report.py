@@ -31,8 +31,7 @@ class Report:
 
     @property
     def total_bytes(self) -> int:
-        """Arguments, results and temporaries: what has to fit into the 16 GiB of a v5e.
-        """
+        """Arguments, results and temporaries: what has to fit into the 16 GiB of a v5e."""
         return self.argument_bytes + self.output_bytes + self.temporary_bytes
 
     def _counted(self) -> Program:
@@ -95,7 +94,8 @@ class Report:
         """
         cycles = max(self.cycles, 1)
         filled = {
-            unit: count / cycles / machine.SLOTS[unit] for unit, count in self.slots.items()
+            unit: count / cycles / machine.SLOTS[unit]
+            for unit, count in self.slots.items()
         }
         return {**filled, "matrix": self.floors["matrix"] / cycles}
 
@@ -143,7 +143,8 @@ class Report:
         fields = json.loads(text)
         if program := fields.pop("program", None):
             launches = [
-                Launch(**{**x, "walk": Walk(**x["walk"])}) for x in program.pop("launches")
+                Launch(**{**x, "walk": Walk(**x["walk"])})
+                for x in program.pop("launches")
             ]
             program = Program(launches, **program)
         return cls(**fields, program=program)

@@ -24,20 +24,33 @@ def text(report: Report) -> str:
         return "\n".join(lines)
     floors = ", ".join(f"{name} {x:,}" for name, x in report.floors.items())
     used = report.occupancy
-    units = ("matrix", "vector", "transcendental", "cross-lane", "load", "store", "scalar")
+    units = (
+        "matrix",
+        "vector",
+        "transcendental",
+        "cross-lane",
+        "load",
+        "store",
+        "scalar",
+    )
     stalls = ", ".join(f"{x} {n / report.cycles:.0%}" for x, n in report.stalls.items())
     lines += [
         f"cycles     {report.cycles:>16,} = {report.milliseconds:.3f} ms at 1.5 GHz",
         f"floors     {floors}: {report.binds} binds, {report.floors[report.binds] / max(report.cycles, 1):.0%}",
         f"HBM        {report.hbm_bytes / MEGA:,.1f} MB moved; VMEM at most "
         f"{report.vmem_bytes / 2**20:.1f} MiB; {report.kernels:g} kernels started",
-        "used       " + ", ".join(f"{unit} {used[unit]:.0%}" for unit in units if unit in used),
+        "used       "
+        + ", ".join(f"{unit} {used[unit]:.0%}" for unit in units if unit in used),
         f"waits      {stalls or 'none'}",
         "spills     {:,} stores, {:,} loads".format(*report.spills),
     ]
     for kind, x in report.collectives.items():
-        lines.append(f"{kind:10s} {x['calls']:g} times, {x['bytes'] / MEGA:,.1f} MB; time not counted")
-    lines.append(f"{'launch':40s} {'calls':>7s} {'cycles':>12s} {'%':>4s} {'HBM MB':>8s} {'matrix':>7s}")
+        lines.append(
+            f"{kind:10s} {x['calls']:g} times, {x['bytes'] / MEGA:,.1f} MB; time not counted"
+        )
+    lines.append(
+        f"{'launch':40s} {'calls':>7s} {'cycles':>12s} {'%':>4s} {'HBM MB':>8s} {'matrix':>7s}"
+    )
     for x in report.launches[:SHOWN]:
         cycles = x.calls * x.cycles
         lines.append(
@@ -71,11 +84,18 @@ def plot(report: Report):
 
     bars([x.calls * x.walk.bundles / scale for x in shown], ISSUED, "issuing")
     for cause, colour in zip(causes, COLOURS):
-        bars([x.calls * x.walk.stalls.get(cause, 0) / scale for x in shown], colour, cause)
+        bars(
+            [x.calls * x.walk.stalls.get(cause, 0) / scale for x in shown],
+            colour,
+            cause,
+        )
     for n, x in enumerate(shown):
         floor = x.walk.matmul_cycles / machine.MATRIX_UNITS
         hbm = x.walk.hbm_bytes / machine.HBM_BYTES_PER_CYCLE
-        for cycles, style, label in ((floor, "--", "matrix floor"), (hbm, "-", "HBM floor")):
+        for cycles, style, label in (
+            (floor, "--", "matrix floor"),
+            (hbm, "-", "HBM floor"),
+        ):
             left.plot([x.calls * cycles / scale] * 2, [n - 0.42, n + 0.42], style, color="black",
                       label=None if n else label)  # fmt: skip
     left.set_yticks(at, labels, fontsize=8)
@@ -103,8 +123,7 @@ class Comparison:
 
     @property
     def ratios(self) -> dict[str, list[float]]:
-        """Cycles, bytes and kernels of each, divided by those of the first (nan: by 0).
-        """
+        """Cycles, bytes and kernels of each, divided by those of the first (nan: by 0)."""
         table = {}
         for row in self.ROWS:
             first, *_ = values = [getattr(x, row) for x in self.reports]
@@ -130,5 +149,7 @@ def compare(*reports: Report, names=None) -> Comparison:
         raise ValueError(f"reports: expected two or more, got {len(reports)}")
     names = tuple(names or map(str, range(1, len(reports) + 1)))
     if len(names) != len(reports):
-        raise ValueError(f"names: expected {len(reports)}, one for each, got {len(names)}")
+        raise ValueError(
+            f"names: expected {len(reports)}, one for each, got {len(names)}"
+        )
     return Comparison(names, reports)
