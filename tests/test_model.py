@@ -19,6 +19,8 @@ pytest.importorskip("orbax.checkpoint")
 
 from gdn2_kernels import corpus, model, train
 
+pytestmark = pytest.mark.once  # arithmetic, and a layer that the other tests run
+
 SMALL = model.Config(d_model=16, heads=2, head_dim=8, layers=2, mlp=24, vocabulary=32, gate_rank=4, stage="recurrence")
 HYBRID = dataclasses.replace(SMALL, attention_every=2)
 
