@@ -3,7 +3,7 @@
     python tools/record_training.py tiny      300 steps of `tiny` on the standard library, on this machine
     python tools/record_training.py recall    associative recall, GDN-2 and attention, on this machine
     python tools/record_training.py v5e       training steps compiled ahead of time for TPU v5e: memory, collectives
-    python tools/record_training.py cycles COMMAND ..   the same steps by the counting program of `record_cycles.py`
+    python tools/record_training.py cycles    of those on one chip, their compiled cycles
 
 Times of the first two are those of a machine that does other things too; its load is recorded beside them.
 """
@@ -13,12 +13,10 @@ import functools
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 
-import record_cycles
 from record_cycles import ROOT
 
 from gdn2_kernels.v5e.compile import ENVIRONMENT
@@ -34,7 +32,9 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from gdn2_kernels import bench, corpus, model, train
+from gdn2_kernels import v5e as v5e_lab
 from gdn2_kernels.collectives import collectives, summary
+from gdn2_kernels.v5e import machine
 
 DATA = ROOT / "book" / "data" / "training.json"
 
@@ -156,30 +156,25 @@ def v5e():
                    "published": PUBLISHED, "results": rows})  # fmt: skip
 
 
-def one_step(preset="34.87M", stage="mxu", chips=1, B=8):
-    """For the counting program: fn, shapes, options."""
-    fn, (state, *batch), whole = step_program(preset, stage, chips, B)
-    places = jax.tree.map(lambda x: x.sharding, (state, *batch))
-    return fn, (state, *batch), {"in_shardings": places, "out_shardings": whole}
-
-
-def cycles(command):
+def cycles():
+    """Of steps on one chip."""
     rows = []
     for preset, stage, chips, B in STEPS:
-        call = f"tools/record_training.py:one_step({preset!r}, {stage!r}, {chips}, {B})"
-        with tempfile.NamedTemporaryFile(suffix=".json") as report:
-            subprocess.run([*command, call, "--json", report.name], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-            (found,) = json.load(open(report.name)).values()
+        if chips > 1:
+            continue
         row = dict(preset=preset, stage=stage, chips=chips, B=B, L=LENGTH)
-        if "error" in found:
-            row["refused"] = found["error"][:400]
+        fn, arguments, _ = step_program(preset, stage, chips, B)
+        try:
+            report = v5e_lab.compile(fn, *arguments, timeout=3600)
+        except v5e_lab.CompileError as error:
+            row["refused"] = str(error)[:400]
         else:
-            kernels = [x for x in found["table"] if x["kind"] == "pallas"]
-            row |= {"milliseconds": found["est_ms"], "kernel_milliseconds": sum(x["us"] * x["calls"] for x in kernels) / 1e3}
+            kernels = sum(x.calls * x.cycles for x in report.launches if x.kind == "pallas")
+            row |= {"milliseconds": report.milliseconds, "kernel_milliseconds": kernels / machine.CLOCK * 1e3}
         rows.append(row)
         print(row, flush=True)
-        what = f"python tools/record_training.py cycles with a counting program, {len(rows)} of {len(STEPS)} steps,"
-        write(cycles={"provenance": record_cycles.provenance(what, jax.__version__), "results": rows})
+        what = f"python tools/record_training.py cycles, {len(rows)} steps: compiled cycles, no TPU"
+        write(cycles={"provenance": bench.provenance(what), "results": rows})
 
 
 if __name__ == "__main__":
@@ -190,7 +185,7 @@ if __name__ == "__main__":
             recall()
         case ["v5e"]:
             v5e()
-        case ["cycles", *command] if command:
-            cycles(command)
+        case ["cycles"]:
+            cycles()
         case _:
             raise SystemExit(__doc__)
