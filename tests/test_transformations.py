@@ -100,7 +100,7 @@ SETTINGS = ["default", "high", "highest", "bfloat16", "tensorfloat32", "float32"
 @pytest.mark.parametrize(
     "stage, setting",
     rest_once(
-        [(stage, x) for stage in gk.STAGES for x in (SETTINGS if stage not in KERNELS else ["bfloat16", "highest"])],
+        [(stage, x) for stage in gk.STAGES for x in (SETTINGS if stage not in KERNELS else ["highest"])],
         *[(stage, "highest") for stage in gk.STAGES],
     ),
 )

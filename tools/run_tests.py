@@ -2,7 +2,7 @@
 
 main     the pinned versions: builds the book, then every test, the site in a browser included
 colab    the oldest versions promised, those of a stock Colab or Kaggle TPU: notebooks, and the tests of all that hangs
-         on the version (not those marked `once`)
+         on the version (not those marked `once`) for the stages that "auto" picks
 newest   the newest JAX that a Python found here can install: the same tests, without notebooks
 
 Each level has a limit of time, so that a hung program fails the run instead of stopping it. On a machine slower than
@@ -21,7 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_SITE = ["--ignore=tests/test_site.py", "--ignore=tests/test_links.py"]
 NEEDS_NOTEBOOK_KERNEL = ["--ignore=tests/test_notebooks.py"]
-HANGS_ON_THE_VERSION = ["-m", "not once"]
+# Of the stages those that "auto" picks; the others by the compiler of the chip and in their chapters.
+SLOWER = "recurrence or associative_scan or atomic_ops or atomic_gdn2"
+HANGS_ON_THE_VERSION = ["-m", "not once", "-k", f"not ({SLOWER}) or test_compiles or test_runs_from_top_to_bottom"]
 
 # The tests' own programs run once for milliseconds and compile in half the time without LLVM's optimizations. Those that
 # are judged by the oracle ask for the compiler as a reader has it (tests/helpers.py), and the book is built with it.
