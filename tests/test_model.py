@@ -228,4 +228,4 @@ def test_commands_load_only_what_they_need():
     code = "import sys; from gdn2_kernels.__main__ import COMMANDS; assert 'train' in COMMANDS and 'optax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     unknown = subprocess.run([sys.executable, "-m", "gdn2_kernels", "nothing"], capture_output=True, text=True)
-    assert unknown.returncode == 1 and "train" in unknown.stderr
+    assert unknown.returncode == 2 and "train" in unknown.stdout

@@ -639,7 +639,7 @@ def test_product_of_blocks_in_two_halves():
     for parts in ([right, np.zeros_like(right)], [right, 0.5 * right]):
         # Of both parts the left operand has what its lanes say: low parts 64 lanes away would be added for the second.
         exact = functools.partial(tile.dot, precision="highest")
-        found = on_device(lambda x, *parts: tiles.blocks_dot(tiles.pack_blocks(x), parts, exact), x, *parts)
+        found = on_device(lambda x, *parts: tiles.blocks_dot([tiles.pack_blocks(x)], parts, exact), x, *parts)
         np.testing.assert_allclose(found, x @ (parts[0] + parts[1]), atol=1e-4)
 
 
