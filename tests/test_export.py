@@ -69,6 +69,7 @@ class Refuse:
             raise ImportError(name)
 
 sys.meta_path.insert(0, Refuse())
+import importlib.util
 spec = importlib.util.spec_from_file_location("gdn2_file", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
