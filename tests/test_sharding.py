@@ -13,7 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gdn2_kernels as gk
 from gdn2_kernels import collectives, sharding
-from helpers import NAMES, assert_close, make
+from helpers import NAMES, assert_close, make, once
+
+pytestmark = once  # at the other levels the chapter of this name runs
 
 
 def mesh(**axes):
