@@ -10,7 +10,7 @@ such as f.defvjp(..).
 
 import argparse
 import ast
-import importlib
+import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -54,9 +54,9 @@ class Module:
 
     def __init__(self, name):
         self.name = name
-        self.source = inspect.getsource(importlib.import_module(name))
-        self.lines = self.source.splitlines()
-        tree = ast.parse(self.source)
+        source = inspect.getsource(importlib.import_module(name))
+        self.lines = source.splitlines()
+        tree = ast.parse(source)
         self.docstring = ast.get_docstring(tree) or ""
         self.modules = {}  # local name -> module of the package
         self.imported = {}  # local name -> (module of the package, name there)
@@ -74,9 +74,7 @@ class Module:
                     start -= 1  # comments above belong to it
                 self.definitions.append(Definition(self, node, start, node.end_lineno))
             end = node.end_lineno
-        self.defined = {
-            name: x for x in self.definitions for name in x.names if _defines(x)
-        }
+        self.defined = {x for d in self.definitions if _defines(d) for x in d.names}
 
     def _import(self, node):
         for alias in node.names:
@@ -127,14 +125,10 @@ def _defines(definition):
 
 
 def _is_module(name):
-    return importlib.util.find_spec(PACKAGE) and _spec(name) is not None
-
-
-def _spec(name):
     try:
-        return importlib.util.find_spec(name)
+        return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # the parent is a module, not a package
-        return None
+        return False
 
 
 class Collector:
@@ -282,7 +276,7 @@ class Collector:
             lines[line - 1] = old[:first] + new.encode() + old[last:]
         kept = [x.decode() for x in lines[definition.start : definition.end]]
         text = "\n".join(kept)
-        [own] = {names[module.name, x] for x in definition.names[:1]}
+        own = names[module.name, definition.names[0]]
         if own != definition.names[0] and _defines(definition):
             text = re.sub(
                 rf"^(def |class |){definition.names[0]}\b",
