@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from gdn2_kernels import v5e
 from gdn2_kernels.__main__ import main
 from gdn2_kernels.v5e import machine, parse, walk
+from gdn2_kernels.v5e.programs import program
 
 # ------------------------------------------------------ listings written by hand
 
@@ -274,6 +275,14 @@ def test_unchanged_programs_give_unchanged_numbers(report):
     alone = v5e.compile(lambda x: call(grow(TRIPS), "loop", x), x, cache=False)
     assert alone.launches[0].walk == launch(report, "loop").walk
     assert v5e.Report.from_json(report.to_json()) == report
+
+
+@on_v5e
+def test_kernels_of_the_package_are_known_by_name():
+    """At every version of JAX, or nobody can tell which row of a report, or of a profile, is which kernel."""
+    fn, args = program(stage="atomic_ops", direction="forward", B=1, H=1, L=64, D=8)
+    names = [x.name for x in v5e.compile(fn, *args).launches if x.kind == "pallas"]
+    assert sorted(name[:2] for name in names) == ["A_", "B_", "C_", "D_"]
 
 
 @on_v5e

@@ -187,7 +187,8 @@ def launch(
     steps = dims.B * dims.H * dims.N
     together = () if heads is None else (heads * (batch or 1),)
     suffix = "" if heads is None else f"_heads{together[0]}"
-    return pl.pallas_call(
+    full_name = f"{name}_C{dims.C}_K{dims.K}_V{dims.V}{suffix}"
+    call = pl.pallas_call(
         kernel,
         grid=(-(-dims.B // (batch or 1)), -(-dims.H // (heads or 1)), dims.N),
         in_specs=specs(kind for kind, _ in inputs),
@@ -204,5 +205,8 @@ def launch(
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in moved),
         ),
         interpret=options.interpret,
-        name=f"{name}_C{dims.C}_K{dims.K}_V{dims.V}{suffix}",
-    )(*(array for _, array in inputs))
+        name=full_name,
+    )
+    # Before JAX 0.8 the compiled program does not know a kernel by its own name.
+    with jax.named_scope(full_name):
+        return call(*(array for _, array in inputs))
