@@ -89,6 +89,7 @@ def test_kernels_compile_under_x64(stage):
         accepted(gradients(stage, interpret=False), *shapes(1, 100, 2, 128, 64))
 
 
+@once  # two to three minutes of the compiler
 def test_one_head_of_the_baseline_takes_what_it_says():
     # Shorter ones stay partly in VMEM, which the report does not count.
     report = accepted(gradients("associative_scan"), *shapes(1, 2048, 1, 128, 128))
@@ -96,6 +97,7 @@ def test_one_head_of_the_baseline_takes_what_it_says():
     assert 0.7 * stated < report.temporary_bytes < 1.05 * stated
 
 
+@once  # two to three minutes of the compiler
 def test_the_baseline_fits_the_published_shape():
     """B=4, H=6, L=2048, K=V=128 with gradients on a chip of 16 GiB: heads one after another."""
     report = accepted(gradients("associative_scan"), *shapes(4, 2048, 6, 128, 128))
