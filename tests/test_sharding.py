@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gdn2_kernels as gk
-from gdn2_kernels import collectives, sharding
+from gdn2_kernels import sharding
+from gdn2_kernels.v5e.collectives import collectives, summary
 from helpers import NAMES, assert_close, make, once
 
 pytestmark = once  # at the other levels the chapter of this name runs
@@ -127,7 +128,7 @@ def talk(run, axes, gradient=True):
         return results, pull(cotangents)
 
     text = jax.jit(both if gradient else run).lower(*inputs).compile().as_text()
-    return collectives.collectives(text, 8)
+    return collectives(text, 8)
 
 
 @pytest.mark.parametrize("axes", [dict(head=8), dict(batch=2, head=4)], ids=str)
@@ -171,11 +172,11 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 
 
 def test_reading_a_program():
-    found = {x.kind: x for x in collectives.collectives(TEXT, 4)}
+    found = {x.kind: x for x in collectives(TEXT, 4)}
     assert (found["all-reduce"].bytes, found["all-reduce"].times, found["all-reduce"].devices) == (32, 5, 2)
     assert (found["all-gather"].bytes, found["all-gather"].times, found["all-gather"].devices) == (32, 1, 4)
     assert (found["collective-permute"].bytes, found["reduce-scatter"].bytes) == (32, 32)
-    total = collectives.summary(list(found.values()))
+    total = summary(list(found.values()))
     assert total["all-reduce"] == 5 and total["bytes"] == 5 * 32 + 3 * 32
     # 3/4 of the bytes pass, two links at once, two hops to the far side
     assert found["all-gather"].microseconds == pytest.approx(2 + 1e6 * 0.75 * 32 / 9e10)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from gdn2_kernels import v5e
 from gdn2_kernels.__main__ import main
@@ -311,6 +312,19 @@ def test_report_for_the_eye(report):
     with pytest.raises(ValueError, match="reports: expected two or more, got 1"):
         v5e.compare(report)
     assert sum(x.calls * x.cycles for x in report.launches) == report.cycles
+
+
+@on_v5e
+def test_a_program_over_eight_chips():
+    """What each chip adds up alone, and what they then tell each other."""
+    chips = NamedSharding(AbstractMesh((8,), ("chip",)), PartitionSpec("chip"))
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.float32, sharding=chips)
+    report = v5e.compile(lambda x: x.sum(axis=0), x, topology="v5e:2x4", cache=False)
+    assert report.argument_bytes == 64 * 1024 * 4 / 8
+    (sent,) = report.collectives
+    assert (sent.kind, sent.devices, sent.bytes, sent.times) == ("all-reduce", 8, 1024 * 4, 1)
+    assert "all-reduce f32[1024] over 8 chips" in str(report)
+    assert v5e.Report.from_json(report.to_json()) == report
 
 
 def test_without_counting():

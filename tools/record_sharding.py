@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 import gdn2_kernels as gk
 from gdn2_kernels import bench, sharding
-from gdn2_kernels.collectives import collectives, summary
+from gdn2_kernels.v5e.collectives import collectives, summary
 
 DATA = ROOT / "book" / "data" / "sharding.json"
 

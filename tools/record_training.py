@@ -33,8 +33,8 @@ from jax.sharding import PartitionSpec as P
 
 from gdn2_kernels import bench, corpus, model, train
 from gdn2_kernels import v5e as v5e_lab
-from gdn2_kernels.collectives import collectives, summary
 from gdn2_kernels.v5e import machine
+from gdn2_kernels.v5e.collectives import collectives, summary
 
 DATA = ROOT / "book" / "data" / "training.json"
 

@@ -40,7 +40,7 @@ DUMP = (
     "--xla_jf_dump_llo_html=false --xla_jf_dump_llo_pass_label_regex=final"
 )
 # The files of this folder that the numbers in a report depend on.
-MODEL = "machine parse scalar pipes walk hlo program worker".split()
+MODEL = "collectives machine parse scalar pipes walk hlo program worker".split()
 CHIPS = {"v5e:1x1": 1, "v5e:2x2": 4, "v5e:2x4": 8}
 
 

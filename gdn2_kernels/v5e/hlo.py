@@ -39,6 +39,15 @@ class Operation:
         return match and match[1]
 
     @property
+    def called(self) -> list[str]:
+        """Computations that it runs, save the condition of a loop."""
+        names = re.findall(
+            r"(?:body|calls|to_apply|(?:true|false)_computation)=%([\w.\-<>]+)", self.rest
+        )
+        branches = re.search(r"branch_computations=\{(.*?)\}", self.rest)
+        return names + re.findall(r"%([\w.\-]+)", branches[1] if branches else "")
+
+    @property
     def is_kernel(self) -> bool:
         return '"tpu_custom_call"' in self.rest
 

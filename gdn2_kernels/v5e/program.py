@@ -40,7 +40,6 @@ class Program:
     launches: list[Launch]
     overhead_cycles: float  # of loops around launches
     hidden_bytes: float  # copies between HBM and VMEM beside the launches
-    collectives: dict  # kind -> {"calls": .., "bytes": ..}
     unknown: dict
 
 
@@ -69,7 +68,6 @@ class _Analysis:
                     key = hlo.canonical(one, computation, computations)
                     self.alike.setdefault(key, one.name)
         self.launches, self.unknown = {}, collections.Counter()
-        self.collectives = collections.defaultdict(lambda: {"calls": 0, "bytes": 0})
         self.overhead = self.hidden = 0
 
     def program(self, entry):
@@ -82,7 +80,6 @@ class _Analysis:
             launches,
             self.overhead,
             self.hidden,
-            dict(self.collectives),
             dict(self.unknown),
         )
 
@@ -91,15 +88,11 @@ class _Analysis:
             self.operation(one, self.computations[name], times)
 
     def operation(self, one, computation, times):
-        kind = one.opcode.removesuffix("-start")
         if one.opcode in hlo.FREE or one.opcode.endswith("-done"):
             return
-        if kind in hlo.COLLECTIVES:
-            shapes = {x.name: x.shape for x in computation}
-            moved = sum(hlo.size(shapes.get(x, ""), False) for x in one.operands)
-            self.collectives[kind]["calls"] += times
-            self.collectives[kind]["bytes"] += times * moved
-        elif one.opcode == "while":
+        if one.opcode.removesuffix("-start") in hlo.COLLECTIVES:
+            return  # collectives.py, and their time is not in the cycles
+        if one.opcode == "while":
             trips = hlo.trips(one, self.computations)
             if trips is None:
                 self.unknown["loop between kernels, taken once"] += 1
@@ -109,13 +102,7 @@ class _Analysis:
         elif one.opcode == "call":
             self.run(one.attribute("to_apply"), times)
         elif one.opcode == "conditional":
-            branches = re.search(r"branch_computations=\{(.*?)\}", one.rest)
-            pattern = (
-                r"%([\w.\-]+)"
-                if branches
-                else r"(?:true|false)_computation=%([\w.\-]+)"
-            )
-            names = re.findall(pattern, branches[1] if branches else one.rest)
+            names = one.called
             for name in names:
                 self.run(name, times / len(names))
             self.unknown["conditional, each branch taken as often"] += 1

@@ -5,6 +5,7 @@ import dataclasses
 import json
 
 from gdn2_kernels.v5e import machine
+from gdn2_kernels.v5e.collectives import Collective
 from gdn2_kernels.v5e.program import Launch, Program
 from gdn2_kernels.v5e.walk import Walk
 
@@ -14,8 +15,8 @@ class Report:
     """Bytes are of one chip's HBM, cycles of one chip's core at 1.5 GHz, as counted over
     the compiler's output. Nothing here was measured on a TPU.
 
-    Not in it: the start of a program from the host, 0.15 to 0.3 ms, and the time of
-    collectives.
+    Not in the cycles: the start of a program from the host, 0.15 to 0.3 ms, and what
+    passes between chips; `collectives` says what that is.
     """
 
     argument_bytes: int
@@ -27,6 +28,7 @@ class Report:
     jax: str
     libtpu: str
     topology: str = "v5e:1x1"
+    collectives: list[Collective] = dataclasses.field(default_factory=list)
     program: Program | None = None  # None with count=False
 
     @property
@@ -124,11 +126,6 @@ class Report:
         return sum(x.calls for x in self.launches if x.kind == "pallas")
 
     @property
-    def collectives(self) -> dict[str, dict]:
-        """Kind -> {"calls": .., "bytes": ..}: bytes that a chip hands over."""
-        return self._counted().collectives
-
-    @property
     def unknown(self) -> dict[str, int]:
         """What was not understood in the compiler's output, and how often it was run.
         Empty where the count is as good as the model.
@@ -147,7 +144,8 @@ class Report:
                 for x in program.pop("launches")
             ]
             program = Program(launches, **program)
-        return cls(**fields, program=program)
+        talk = [Collective(*x) for x in fields.pop("collectives", ())]
+        return cls(**fields, collectives=talk, program=program)
 
     def plot(self):
         """Returns: a matplotlib figure: where the cycles of each launch go, the floors,

@@ -44,9 +44,10 @@ def text(report: Report) -> str:
         f"waits      {stalls or 'none'}",
         "spills     {:,} stores, {:,} loads".format(*report.spills),
     ]
-    for kind, x in report.collectives.items():
+    for x in report.collectives:
         lines.append(
-            f"{kind:10s} {x['calls']:g} times, {x['bytes'] / MEGA:,.1f} MB; time not counted"
+            f"{x.kind} {x.shape} over {x.devices} chips, {x.times or 'unknown'} times "
+            f"{x.bytes / MEGA:,.1f} MB, about {x.microseconds:,.0f} µs each, not in the cycles"
         )
     lines.append(
         f"{'launch':40s} {'calls':>7s} {'cycles':>12s} {'%':>4s} {'HBM MB':>8s} {'matrix':>7s}"

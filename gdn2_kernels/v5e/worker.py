@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from gdn2_kernels.v5e.collectives import collectives
 from gdn2_kernels.v5e.program import analyse
 
 # The smallest slice that libtpu describes; one of its chips stands for any one.
@@ -40,6 +41,7 @@ def main(program, answer, topology, mesh, dumps):
         result = {"refused": str(error)}
     else:
         result = described_by_compiler(compiled)
+        result["collectives"] = collectives(compiled.as_text(), math.prod(sizes))
         result["compile_seconds"] = time.perf_counter() - start
         if dumps:
             counted = analyse(compiled.as_text(), pathlib.Path(dumps))
