@@ -77,7 +77,7 @@ RECALL = dict(B=32, pairs=8, L=32, vocabulary=64)
 READER = model.Config(d_model=64, heads=2, head_dim=32, layers=2, mlp=128, vocabulary=64, gate_rank=16)
 
 
-def recall(steps=400, every=50):
+def recall(steps=700, every=50):
     rows = {}
     batches = corpus.recall_batches(**RECALL)
     unseen = [batches(10**6 + n) for n in range(8)]
