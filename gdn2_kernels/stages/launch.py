@@ -105,8 +105,9 @@ def shape_and_block(kind: str, dims: Dims, heads=None, backwards=False, batch=No
     backwards: last chunk first.
 
     "keys" and "values" are (B, L, H*D): the block index picks the heads, nothing is
-    transposed in HBM. States are kept transposed, rows are value channels: so a decay,
-    one number per key channel, multiplies lanes and needs no column.
+    transposed in HBM. Kernels hold a "state" transposed, rows are value channels: so a
+    decay, one number per key channel, multiplies lanes and needs no column. The states
+    that come in and go out, "head", are (K, V) as everywhere else: kernels turn them.
     """
     B, H, N, C, K, V = dims
     zero = int32(0)  # a Python zero would be int64 under x64
@@ -134,7 +135,7 @@ def shape_and_block(kind: str, dims: Dims, heads=None, backwards=False, batch=No
         "turned values": lambda: per_chunk(V, C),
         "row": lambda: per_chunk(1, K),
         "state": lambda: per_chunk(V, K),
-        "head": lambda: per_head(V, K),
+        "head": lambda: per_head(K, V),
         "head row": lambda: per_head(1, K),
         "head rows": lambda: per_head(8, K),
         "number": lambda: ((1, 1), (1, 1), lambda b, h, n: (zero, zero)),

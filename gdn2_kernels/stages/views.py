@@ -29,16 +29,14 @@ def tokens_out(x: jax.Array, L: int, H: int, D: int) -> jax.Array:
 
 
 def state_in(state: jax.Array) -> jax.Array:
-    """(B, H, K, V) -> (B, H, padded(V), padded(K)). Rows are value channels inside
-    kernels: there a decay, one number per key channel, multiplies lanes.
-    """
+    """(B, H, K, V) -> (B, H, padded(K), padded(V)), filled with zeros."""
     K, V = state.shape[2:]
-    return jnp.pad(state.mT, ((0, 0), (0, 0), (0, padded(V) - V), (0, padded(K) - K)))
+    return jnp.pad(state, ((0, 0), (0, 0), (0, padded(K) - K), (0, padded(V) - V)))
 
 
 def state_out(state: jax.Array, K: int, V: int) -> jax.Array:
     """Inverse of `state_in`."""
-    return state[:, :, :V, :K].mT
+    return state[:, :, :K, :V]
 
 
 def mesh_axes(array) -> dict:

@@ -50,7 +50,8 @@ def forward_kernel(
 
     @pl.when(n == 0)
     def _():
-        state[...] = initial[...]
+        for i in range(state.shape[0]):
+            state[i] = initial[i].T
 
     entering[...] = state[...]
 
@@ -70,7 +71,8 @@ def forward_kernel(
 
     @pl.when(n == pl.num_programs(2) - 1)
     def _():
-        final[...] = state[...]
+        for i in range(state.shape[0]):
+            final[i] = state[i].T
 
 
 # ------------------------------------------------------ backward
@@ -128,7 +130,8 @@ def backward_kernel(
 
     @pl.when(n == 0)
     def _():
-        d_state[...] = d_final[...]
+        for i in range(d_state.shape[0]):
+            d_state[i] = d_final[i].T
         d_scale[...] = jnp.zeros(d_scale.shape, jnp.float32)
 
     def head(i):
@@ -152,4 +155,5 @@ def backward_kernel(
 
     @pl.when(n == pl.num_programs(2) - 1)
     def _():
-        d_initial[...] = d_state[...]
+        for i in range(d_state.shape[0]):
+            d_initial[i] = d_state[i].T

@@ -45,7 +45,7 @@ def flops(dims):
 
 
 def forward(q, k, v, g, b, w, scale, initial_state, residuals, options):
-    """One launch. Returns: (o (B, L, H*V), final state (B, H, V, K)), `Residuals`."""
+    """One launch. Returns: (o (B, L, H*V), final state (B, H, K, V)), `Residuals`."""
     dims = options.dims
     kept = [("square", FLOAT), ("square", FLOAT), ("values", FLOAT)]
     o, final, entering, *kept = launch(
@@ -99,9 +99,10 @@ def backward(inputs, residuals, do, d_final_state, options):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8, 9))
 def with_backward(q, k, v, g, b, w, scale, initial_state, residuals, options):
     """q, k, g, b (B, L, H*K), v, w (B, L, H*V), scale (1, 1), initial_state
-    (B, H, V, K), L whole chunks. Returns: o (B, L, H*V), final state (B, H, V, K).
+    (B, H, K, V), L whole chunks. Returns: o (B, L, H*V), final state (B, H, K, V).
     """
-    return forward(q, k, v, g, b, w, scale, initial_state, residuals, options)[0]
+    # Nobody asked for gradients: as little as possible is kept.
+    return forward(q, k, v, g, b, w, scale, initial_state, "recompute", options)[0]
 
 
 def _with_backward_fwd(q, k, v, g, b, w, scale, initial_state, residuals, options):

@@ -60,7 +60,7 @@ def scan_back_kernel(
 
     @pl.when(step == 0)
     def _():
-        d_state[...] = d_final[...]
+        d_state[...] = d_final[...].T
 
     leaving = d_state[...]
     dS[...] = leaving
@@ -72,7 +72,7 @@ def scan_back_kernel(
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _():
-        d_initial[...] = d_state[...]
+        d_initial[...] = d_state[...].T
 
 
 def scan_back(do, dvn, W, kg, qg, decay, d_final, options):

@@ -206,7 +206,7 @@ def scan_kernel(
 
     @pl.when(n == 0)
     def _():
-        state[...] = initial[...]
+        state[...] = initial[...].T
 
     S = state[...]
     entering[...] = S
@@ -218,7 +218,7 @@ def scan_kernel(
 
     @pl.when(n == pl.num_programs(2) - 1)
     def _():
-        final[...] = state[...]
+        final[...] = state[...].T
 
 
 def scan(Aqk, W, U, kg, qg, decay, initial, dtype, options):

@@ -56,7 +56,7 @@ def with_backward(q, k, v, g, b, w, initial_state, options):
     """Four launches.
 
     Arguments: q (scaled), k, g, b (B, L, H*K), v, w (B, L, H*V), initial_state
-    (B, H, V, K), L whole chunks. Returns: o (B, L, H*V), final state (B, H, V, K).
+    (B, H, K, V), L whole chunks. Returns: o (B, L, H*V), final state (B, H, K, V).
     """
     return forward(q, k, v, g, b, w, initial_state, options)[0]
 

@@ -77,7 +77,7 @@ def scan(Aqk, W, U, kg, qg, decay, initial, dtype, options):
     dims = options.dims
     W, kg, qg = (chunks(x, dims, dims.K) for x in (W, kg, qg))
     U = chunks(U, dims, dims.V)
-    S, entering, vn = initial, [], []
+    S, entering, vn = initial.mT, [], []
     for n in range(dims.N):
         entering.append(S)
         vn.append(U[:, :, n] - einsum("...cd,...vd->...cv", W[:, :, n], S))
@@ -85,7 +85,7 @@ def scan(Aqk, W, U, kg, qg, decay, initial, dtype, options):
     entering, vn = jnp.stack(entering, 2), jnp.stack(vn, 2)
     o = einsum("...cd,...vd->...cv", qg, entering)
     o += einsum("...ij,...jv->...iv", Aqk, vn)
-    return tokens(o, dims).astype(dtype), tokens(vn, dims), entering, S
+    return tokens(o, dims).astype(dtype), tokens(vn, dims), entering, S.mT
 
 
 def own_outputs(do, Aqk, vn, options):
@@ -99,14 +99,14 @@ def scan_back(do, dvn, W, kg, qg, decay, d_final, options):
     dims = options.dims
     do, dvn = (chunks(x, dims, dims.V) for x in (do, dvn))
     W, kg, qg = (chunks(x, dims, dims.K) for x in (W, kg, qg))
-    dS, leaving, d_writes = d_final, [], []
+    dS, leaving, d_writes = d_final.mT, [], []
     for n in reversed(range(dims.N)):
         leaving.insert(0, dS)
         d_writes.insert(0, dvn[:, :, n] + einsum("...cd,...vd->...cv", kg[:, :, n], dS))
         read = einsum("...cv,...cd->...vd", do[:, :, n], qg[:, :, n])
         erased = einsum("...cv,...cd->...vd", d_writes[0], W[:, :, n])
         dS = read - erased + decay[:, :, n] * dS
-    return tokens(jnp.stack(d_writes, 2), dims), jnp.stack(leaving, 2), dS
+    return tokens(jnp.stack(d_writes, 2), dims), jnp.stack(leaving, 2), dS.mT
 
 
 def prepare_back(k, v, g, b, w, X, kg, qg, decay, vn, S, do, dvn, dS, options):

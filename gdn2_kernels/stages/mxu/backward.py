@@ -84,14 +84,14 @@ def backward_scratch(C, K, V, members):
 
 def backward_kernel(*refs, precision):
     refs, passes = Refs(*refs), PASSES[precision]
-    heads = heads_of(refs.d_final, members=refs.X.shape[2] // C)
+    heads = heads_of(refs.d_final, members=refs.X.shape[-2] // C)
     n = pl.program_id(2)
 
     @pl.when(n == 0)
     def _():
         refs.d_scale[...] = jnp.zeros(refs.d_scale.shape, jnp.float32)
         for head in heads:
-            refs.d_state[head.n] = refs.d_final[head.at]
+            refs.d_state[head.n] = refs.d_final[head.at].T
 
     @phase(0)
     def _():
@@ -117,7 +117,7 @@ def backward_kernel(*refs, precision):
     @pl.when(n == pl.num_programs(2) - 1)
     def _():
         for head in heads:
-            refs.d_initial[head.at] = refs.d_state[head.n]
+            refs.d_initial[head.at] = refs.d_state[head.n].T
 
 
 def load(refs, head, tile=slice(None)):

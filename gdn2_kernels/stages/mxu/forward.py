@@ -49,7 +49,7 @@ class Refs(NamedTuple):
     final: object
     X: object  # transposed, as Aqk and vn
     Aqk: object
-    vn: object
+    vn: object  # None where no backward launch will want it, as entering
     entering: object
     state: object  # scratch of each head from here on: (V, K)
     P: object  # (C, K)
@@ -60,20 +60,31 @@ class Refs(NamedTuple):
     z: object  # (V, C): w*v - kb S, transposed
 
 
-def forward_scratch(C, K, V, members):
+    @classmethod
+    def of(cls, refs, keep):
+        if keep:
+            return cls(*refs)
+        *others, X, Aqk = refs  # scratch, behind all other
+        at = cls._fields.index("X")
+        return cls(*others[:at], X, Aqk, None, None, *others[at:])
+
+
+def forward_scratch(C, K, V, members, keep=True):
     levels = (len(WHOLE_REGISTERS), C // 2, C)
-    return [(V, K), (C, K), (C, K), levels, (members, 8, C), (C, V), (V, C)]
+    scratch = [(V, K), (C, K), (C, K), levels, (members, 8, C), (C, V), (V, C)]
+    return scratch + ([] if keep else [(members * C, C)] * 2)
 
 
-def forward_kernel(*refs, precision):
-    refs, passes = Refs(*refs), PASSES[precision]
-    heads = heads_of(refs.initial, members=refs.X.shape[2] // C)
+def forward_kernel(*refs, precision, keep=True):
+    """keep: write what the backward launch needs."""
+    refs, passes = Refs.of(refs, keep), PASSES[precision]
+    heads = heads_of(refs.initial, members=refs.X.shape[-2] // C)
     n = pl.program_id(2)
 
     @pl.when(n == 0)
     def _():
         for head in heads:
-            refs.state[head.n] = refs.initial[head.at]
+            refs.state[head.n] = refs.initial[head.at].T
 
     for number, step in enumerate((scores, inverse, outputs)):
 
@@ -84,7 +95,7 @@ def forward_kernel(*refs, precision):
     @pl.when(n == pl.num_programs(2) - 1)
     def _():
         for head in heads:
-            refs.final[head.at] = refs.state[head.n]
+            refs.final[head.at] = refs.state[head.n].T
 
 
 def load(refs, head):
@@ -125,7 +136,7 @@ def scores(refs, head, passes):
         refs.A[head.n, level] = A
         P, U = tree.doubling(P, U, h)
     refs.P[head.n], refs.U[head.n] = P, U
-    for at, x in zip(head.squares, Aqk):
+    for at, x in zip(head.squares(refs.Aqk), Aqk):
         refs.Aqk[at] = x.astype(refs.Aqk.dtype)
     yield
     X8 = yield from in_step(tiles.inverse_of_blocks(x) for x in A8)
@@ -187,7 +198,7 @@ def inverse(refs, head, passes):
         if level == 0:
             read_state(refs, head, passes)
             yield
-    for at, x in zip(head.squares, lanes.whole_inverse(X)):
+    for at, x in zip(head.squares(refs.X), lanes.whole_inverse(X)):
         refs.X[at] = x.astype(refs.X.dtype)
 
 
@@ -195,7 +206,8 @@ def read_state(refs, head, passes):
     V, K = refs.state.shape[1:]
     q, _, bk = load(refs, head)
     P, S = refs.P[head.n], refs.state[head.n]
-    refs.entering[head.at] = S.astype(refs.entering.dtype)
+    if refs.entering is not None:
+        refs.entering[head.at] = S.astype(refs.entering.dtype)
     reads = passes.dot(jnp.concatenate([q * P, bk * P]), S, transpose_b=True)
     refs.o_state[head.n] = reads[:C]
     z = read(refs.w, head, V) * read(refs.v, head, V) - reads[C:]
@@ -207,10 +219,11 @@ def read_state(refs, head, passes):
 
 def outputs(refs, head, passes):
     lanes, K = head.lanes, refs.state.shape[2]
-    X, Aqk = ([f32(x[at]) for at in head.squares] for x in (refs.X, refs.Aqk))
+    X, Aqk = ([f32(x[at]) for at in head.squares(x)] for x in (refs.X, refs.Aqk))
     vn = lanes.values_by(passes, refs.z[head.n], X)
     yield
-    refs.vn[head.at] = vn.astype(refs.vn.dtype)
+    if refs.vn is not None:
+        refs.vn[head.at] = vn.astype(refs.vn.dtype)
     vn = passes.split(vn)
     o = lanes.values_by(passes, vn, Aqk)
     kg = read(refs.k, head, K) * refs.U[head.n]

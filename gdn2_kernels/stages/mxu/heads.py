@@ -18,16 +18,16 @@ class Head(NamedTuple):
     at: tuple  # (batch, head) within the blocks
     lanes: type  # Alone or Pair
 
-    @property
-    def squares(self):
-        """Where in a block (batch, heads, members*C, C) those of its members are."""
-        return [
-            (*self.at, slice(i * C, (i + 1) * C)) for i in range(self.lanes.MEMBERS)
-        ]
+    def squares(self, ref):
+        """Where those of its members are in a block (batch, heads, members*C, C), or in
+        scratch (batch*heads, members*C, C).
+        """
+        at = self.at if len(ref.shape) == 4 else (self.n,)
+        return [(*at, slice(i * C, (i + 1) * C)) for i in range(self.lanes.MEMBERS)]
 
 
 def heads_of(states, members=1):
-    """All heads of a block of states (batch, heads, V, K): groups, of so many members."""
+    """All heads of a block of states (batch, heads, ..): groups, of so many members."""
     batch, heads = states.shape[:2]
     places = itertools.product(range(batch), range(heads))
     lanes = {1: Alone, 2: Pair}[members]

@@ -15,24 +15,9 @@ def scratch(C, K, V, members):
 
 
 def forward_kernel(
-    scale,
-    q,
-    k,
-    v,
-    g,
-    b,
-    w,
-    initial,
-    o,
-    final,
-    X,
-    Aqk,
-    vn,
-    entering,
-    state,
-    *,
-    precision,
-):
+    scale, q, k, v, g, b, w, initial, o, final, *rest, precision
+):  # fmt: skip
+    *residuals, state = rest  # X, Aqk, vn, entering, where they are kept
     n = pl.program_id(2)
     K, V = state.shape[2], state.shape[1]
 
@@ -40,21 +25,20 @@ def forward_kernel(
 
         @pl.when(n == 0)
         def _():
-            state[head.n] = initial[head.at]
+            state[head.n] = initial[head.at].T
 
         S = state[head.n]
-        entering[head.at] = S.astype(entering.dtype)
         o_, state[head.n], kept = forward_chunk(
             scale[0, 0] * read(q, head, K), read(k, head, K), read(v, head, V),
             read(g, head, K), read(b, head, K), read(w, head, V), S, precision,
         )  # fmt: skip
         write(o, head, o_)
-        for ref, x in zip((X, Aqk, vn), kept):
-            ref[head.at] = x.T.astype(ref.dtype)
+        for ref, x in zip(residuals, (*(x.T for x in kept), S)):
+            ref[head.at] = x.astype(ref.dtype)
 
         @pl.when(n == pl.num_programs(2) - 1)
         def _():
-            final[head.at] = state[head.n]
+            final[head.at] = state[head.n].T
 
 
 def backward_kernel(
@@ -72,7 +56,7 @@ def backward_kernel(
 
         @pl.when(n == 0)
         def _():
-            d_state[head.n] = d_final[head.at]
+            d_state[head.n] = d_final[head.at].T
 
         q_ = read(q, head, K)
         kept = [f32(x[head.at]).T for x in (X, Aqk, vn)]
@@ -89,4 +73,4 @@ def backward_kernel(
 
         @pl.when(n == pl.num_programs(2) - 1)
         def _():
-            d_initial[head.at] = d_state[head.n]
+            d_initial[head.at] = d_state[head.n].T

@@ -72,16 +72,21 @@ class Kernel(NamedTuple):
 
 FAST = {
     "forward": Kernel(fast_forward.forward_kernel, fast_forward.forward_scratch),
+    "forward_only": Kernel(
+        functools.partial(fast_forward.forward_kernel, keep=False),
+        functools.partial(fast_forward.forward_scratch, keep=False),
+    ),
     "backward": Kernel(fast_backward.backward_kernel, fast_backward.backward_scratch),
 }
 PLAIN = {
     "forward": Kernel(plain_kernels.forward_kernel, plain_kernels.scratch),
+    "forward_only": Kernel(plain_kernels.forward_kernel, plain_kernels.scratch),
     "backward": Kernel(plain_kernels.backward_kernel, plain_kernels.scratch),
 }
 
 
 def launch_one(name, options, inputs, outputs):
-    """The launch "forward" or "backward". inputs: (kind, array), ..; outputs: (kind,
+    """The launch "forward", "forward_only" or "backward". inputs: (kind, array), ..; outputs: (kind,
     dtype), ..
     """
     dims = options.dims
@@ -101,7 +106,7 @@ def launch_one(name, options, inputs, outputs):
         backwards=name == "backward",
         vmem_limit=VMEM_LIMIT,
         name=f"gdn2_mxu_{name}" + ("_pairs" if options.members > 1 else ""),
-        flops=flops(dims) * (1 if name == "forward" else 2),
+        flops=flops(dims) * (2 if name == "backward" else 1),
         exps=dims.C * dims.K,
     )
 
@@ -138,11 +143,15 @@ def kept_dtype(options):
     return jnp.bfloat16 if options.precision == "default" else jnp.float32
 
 
-def forward(q, k, v, g, b, w, scale, initial_state, options):
-    """One launch. Returns: (o (B, L, H*V), final state (B, H, V, K)), `Residuals`."""
+def forward(q, k, v, g, b, w, scale, initial_state, options, keep=True):
+    """One launch. Returns: (o (B, L, H*V), final state (B, H, K, V)), `Residuals`, None
+    where they are not to be kept.
+    """
     inputs = [("number", scale), *zip(KINDS, (q, k, v, g, b, w))]
     inputs.append(("head", initial_state))
     outputs = [("values", v.dtype), ("head", jnp.float32)]
+    if not keep:
+        return launch_one("forward_only", options, inputs, outputs), None
     outputs += [(kind, kept_dtype(options)) for kind in kinds_of_residuals(options)]
     o, final, *residuals = launch_one("forward", options, inputs, outputs)
     return (o, final), Residuals(*residuals)
@@ -163,9 +172,10 @@ def backward(inputs, residuals, do, d_final_state, options):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
 def with_backward(q, k, v, g, b, w, scale, initial_state, options):
     """q, k, g, b (B, L, H*K), v, w (B, L, H*V), scale (1, 1), initial_state
-    (B, H, V, K), L whole chunks. Returns: o (B, L, H*V), final state (B, H, V, K).
+    (B, H, K, V), L whole chunks. Returns: o (B, L, H*V), final state (B, H, K, V).
     """
-    return forward(q, k, v, g, b, w, scale, initial_state, options)[0]
+    inputs = q, k, v, g, b, w, scale, initial_state
+    return forward(*inputs, options, keep=False)[0]  # nobody asked for gradients
 
 
 def _with_backward_fwd(q, k, v, g, b, w, scale, initial_state, options):
