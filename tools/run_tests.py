@@ -72,7 +72,8 @@ def jax_of(venv: str) -> str:
 def main_stack() -> tuple[bool, str]:
     # The book is built first: a broken site should stop the run early.
     ok = run("make", "--no-print-directory", "book", f"PYTHON={sys.executable}")
-    ok = ok and all([run(".venv/bin/ruff", "check", "--quiet"), pytest(".venv")])  # both, whatever the first says
+    checks = [".venv/bin/ruff", "check", "--quiet"], [".venv/bin/codespell"]
+    ok = ok and all([*(run(*check) for check in checks), pytest(".venv")])  # all of them, whatever the first says
     return ok, jax_of(".venv")
 
 
