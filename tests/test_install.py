@@ -125,10 +125,11 @@ def test_a_wheel_in_a_folder(stranger, wheel):
 
 
 def test_a_file_in_a_folder(stranger, tmp_path):
-    """The lines of the page: a stage written as a file, imported from a folder with nothing else in it."""
+    """The lines of the page, then those that test it: a stage imported from a folder with nothing else in it."""
     folder = tmp_path / "kaggle"
     folder.mkdir()
     export.main(["mxu", "-o", str(folder / "gdn2_mxu.py")])
     code = of_the_page(r"^```python\n(.*?)^```", folder)
-    done = stranger.run("-c", code, XLA_FLAGS="--xla_backend_optimization_level=0")
+    [test] = re.findall(r"^```python\n(.*?)^```", (ROOT / "book" / "copy.md").read_text(), re.M | re.S)
+    done = stranger.run("-c", code + test)
     assert done.returncode == 0, done.stderr
