@@ -1,5 +1,5 @@
 # make book    build the site from nothing          make serve   look at it in a browser
-# make test    everything that is tested            make lint    the linter alone
+# make test    everything that is tested            make lint    linter and spelling alone
 # make clean   remove what was generated
 
 SHELL := /bin/bash
@@ -27,6 +27,7 @@ test-main test-colab test-newest: python
 lint: python
 	@$(PYTHON) tools/make_venv.py .venv requirements.txt
 	@.venv/bin/ruff check
+	@.venv/bin/codespell
 
 # Pictures of every page, light, dark and at phone width, in _build/screenshots.
 screenshots: book

@@ -1,6 +1,7 @@
 """Where this runs: the versions it was given and the device it found."""
 
 import inspect
+import os
 import platform
 
 import jax
@@ -8,6 +9,8 @@ import numpy as np
 
 __version__ = "0.1.0"
 MINIMUM_JAX = "0.7.2"
+# Images of machines with a TPU set one of these.
+ANNOUNCE_A_TPU = "TPU_ACCELERATOR_TYPE", "TPU_NAME", "COLAB_TPU_ADDR"
 
 
 def _numbers(version):
@@ -26,16 +29,31 @@ def on_tpu() -> bool:
     return jax.default_backend() == "tpu"
 
 
+def _without_tpu() -> str:
+    if not jax.config.jax_platforms:  # JAX looked for a TPU
+        for name in ANNOUNCE_A_TPU:
+            if os.environ.get(name):
+                return f"{name}={os.environ[name]} but JAX found no TPU"
+    return "no TPU"
+
+
 def banner() -> None:
     """Print one line: versions, device, and whether kernels are compiled or interpreted
-    here.
+    here. Where JAX cannot start at all the line gives its reason, and its error follows.
     """
-    devices = jax.devices()
-    mode = "kernels compiled" if on_tpu() else "no TPU: kernels interpreted, times below are not TPU times"
-    print(
-        f"gdn2_kernels {__version__} | jax {jax.__version__}, numpy {np.__version__}, Python "
-        f"{platform.python_version()} | {len(devices)} x {devices[0].device_kind} | {mode}"
+    versions = (
+        f"gdn2_kernels {__version__} | jax {jax.__version__}, numpy {np.__version__}, "
+        f"Python {platform.python_version()}"
     )
+    try:
+        devices = jax.devices()
+    except RuntimeError as problem:
+        print(f"{versions} | no device: {problem}")
+        raise
+    mode = "kernels compiled"
+    if not on_tpu():
+        mode = f"{_without_tpu()}: kernels interpreted, times below are not TPU times"
+    print(f"{versions} | {len(devices)} x {devices[0].device_kind} | {mode}")
 
 
 def show(*functions):

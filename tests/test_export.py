@@ -2,8 +2,6 @@
 
 import ast
 import builtins
-import json
-import pathlib
 import re
 import subprocess
 import sys
@@ -16,9 +14,8 @@ import pytest
 
 import gdn2_kernels as gk
 from gdn2_kernels import export, v5e
-from helpers import NAMES, TOLERANCE, assert_close, make, once, truth
+from helpers import NAMES, TOLERANCE, assert_close, make, once, rest_once, truth
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 stages = pytest.mark.parametrize("stage", gk.STAGES)
 
 
@@ -60,65 +57,68 @@ def test_everything_is_defined_and_used(stage):
     assert "gdn2_kernels" not in re.sub(r"^#.*|https://\S+", "", text, flags=re.M).replace("gdn2-kernels", "")
 
 
+# Somebody else's program: numbers in, numbers out. What is not JAX, NumPy or Python cannot be imported.
 ALONE = """
-import json, sys
+import sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("gdn2_kernels", "matplotlib", "ipywidgets"):
+        if name.partition(".")[0] in ("gdn2_kernels", "matplotlib", "ipywidgets", "tqdm", "optax"):
             raise ImportError(name)
 
 sys.meta_path.insert(0, Refuse())
-import importlib.util
-spec = importlib.util.spec_from_file_location("gdn2_file", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-import jax
-q, k, v, g, b, w = jax.random.normal(jax.random.key(0), (6, 1, 20, 1, 8))
-o, state = module.gdn2(0.3 * q, 0.3 * k, v, -abs(g), jax.nn.sigmoid(b), jax.nn.sigmoid(w), precision="highest")
-print(json.dumps([float(abs(o).sum()), float(abs(state).sum())]))
+folder, stage = sys.argv[1:]
+sys.path.insert(0, folder)
+import importlib
+import jax, numpy as np
+
+gdn2 = importlib.import_module(f"gdn2_{stage}").gdn2
+given = np.load(f"{folder}/given.npz")
+*inputs, do, d_state = (given[name] for name in given.files)
+
+def run(*x):
+    return gdn2(*x[:6], initial_state=x[6], precision="highest", chunk_size=16)
+
+def results(inputs, do, d_state):
+    outputs, pull_back = jax.vjp(run, *inputs)
+    return *outputs, *pull_back((do, d_state))
+
+quickly = {"xla_backend_optimization_level": 0}
+found = jax.jit(results, compiler_options=quickly)(inputs, do, d_state)
+np.savez(f"{folder}/found.npz", *found)
 """
 
 
-def test_runs_where_the_package_is_not(tmp_path):
-    """In a process of its own that refuses to import the package: written by the command, used from the file."""
-    path = tmp_path / "gdn2_wy.py"
-    export.main(["wy", "-o", str(path)])
-    done = subprocess.run([sys.executable, "-c", ALONE, str(path)], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    q, k, v, g, b, w = jax.random.normal(jax.random.key(0), (6, 1, 20, 1, 8))
-    o, state = gk.gdn2(0.3 * q, 0.3 * k, v, -abs(g), jax.nn.sigmoid(b), jax.nn.sigmoid(w), stage="recurrence")
-    found = json.loads(done.stdout)
-    assert found == pytest.approx([float(abs(o).sum()), float(abs(state).sum())], rel=1e-5)
-
-
 @stages
-def test_against_the_oracle(stage):
+def test_alone_against_the_oracle(stage, tmp_path):
+    """Written by the command, imported from a folder by a Python that is told nothing of this one (-I) and cannot import
+    the package: outputs and gradients. With chunks of 16 quick ones; test_install.py runs the fast kernels of mxu.
+    """
     inputs, state, do, d_state = x = make(40, 16, 24, B=1, H=2, gate="bursts")
-    gdn2 = load(stage).gdn2
-    options = dict(stage=stage, precision="highest", chunk_size=16)
-
-    def results(inputs, state, do, d_state):
-        outputs, pull_back = jax.vjp(lambda *x: gdn2(*x[:6], initial_state=x[6], **options), *inputs, state)
-        return *outputs, *pull_back((do, d_state))
-
-    run = jax.jit(results, compiler_options={"xla_backend_optimization_level": 0})
-    found = dict(zip(NAMES, map(np.asarray, run([jnp.asarray(a) for a in inputs], state, do, d_state))))
+    export.main([stage, "-o", str(tmp_path / f"gdn2_{stage}.py")])
+    np.savez(tmp_path / "given.npz", *inputs, state, do, d_state)
+    command = [sys.executable, "-I", "-c", ALONE, tmp_path, stage]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with np.load(tmp_path / "found.npz") as found:
+        found = dict(zip(NAMES, (found[name] for name in found.files), strict=True))
     assert_close(found, truth(*x), TOLERANCE["float32", "highest"])
 
 
-@pytest.mark.parametrize("stage", ["mxu"])
-def test_as_a_file_it_is_accepted_by_the_compiler(stage):
+@pytest.mark.parametrize("stage", rest_once(gk.STAGES, *(stage for stage in gk.STAGES if stage != "associative_scan")))
+def test_compiles_as_a_file(stage):
+    """The compiler of the chip takes what is in the file, with gradients. The scan takes it long, even at a few tokens."""
     gdn2 = load(stage).gdn2
 
     def loss(*inputs):
         return gdn2(*inputs, interpret=False)[0].sum()
 
-    tokens = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((1, 8, 2, 128), jnp.float32)
     try:
-        assert v5e.compile(jax.grad(loss, argnums=range(6)), *[tokens] * 6, count=False).total_bytes > 0
+        report = v5e.compile(jax.grad(loss, argnums=range(6)), *[tokens] * 6, count=False, cache=False)
     except v5e.Unavailable as reason:
         pytest.skip(str(reason))
+    assert report.total_bytes > 0
 
 
 def test_bad_arguments_are_named():
@@ -127,12 +127,3 @@ def test_bad_arguments_are_named():
     inputs, *_ = make(4, 8, 8, B=1, H=1)
     with pytest.raises(ValueError, match="^stage: expected one of 'auto', 'wy', got 'mxu'"):
         load("wy").gdn2(*inputs, stage="mxu")
-
-
-@once
-def test_the_lines_of_the_page_run(monkeypatch):
-    """What the page tells readers to paste, with the quickest of the files in the place of the kernel."""
-    page = (ROOT / "book" / "copy.md").read_text()
-    [snippet] = re.findall(r"```python\n(.*?)```", page, re.S)
-    monkeypatch.setitem(sys.modules, "gdn2_mxu", load("wy"))
-    exec(snippet, {})

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
 import gdn2_kernels as gk
 from gdn2_kernels import v5e
@@ -55,6 +56,19 @@ def test_any_container_goes_in_and_out():
 def test_too_slow_a_compiler_is_told_by_its_limit():
     with pytest.raises(v5e.CompileError, match="timeout=0.1"):
         accepted(lambda x: x, jax.ShapeDtypeStruct((8, 128), jnp.float32), timeout=0.1)
+
+
+def test_a_kernel_refused_is_no_trouble_with_libtpu():
+    """The error of Mosaic is another than JAX's. A product of bfloat16 without a precision takes that of the program."""
+
+    def product(x):
+        def kernel(x_ref, o_ref):
+            o_ref[...] = jnp.dot(x_ref[...], x_ref[...], preferred_element_type=jnp.float32)
+
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, jnp.float32))(x)
+
+    with jax.default_matmul_precision("highest"), pytest.raises(v5e.CompileError, match="Bad lhs type"):
+        accepted(product, jax.ShapeDtypeStruct((128, 128), jnp.bfloat16))
 
 
 @once

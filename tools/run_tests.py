@@ -21,9 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_SITE = ["--ignore=tests/test_site.py", "--ignore=tests/test_links.py"]
 NEEDS_NOTEBOOK_KERNEL = ["--ignore=tests/test_notebooks.py"]
-# Of the stages those that "auto" picks; the others by the compiler of the chip and in their chapters.
+# Of the stages those that "auto" picks; the others by the compiler of the chip, as files, and in their chapters.
 SLOWER = "recurrence or associative_scan or atomic_ops or atomic_gdn2"
-HANGS_ON_THE_VERSION = ["-m", "not once", "-k", f"not ({SLOWER}) or test_compiles or test_runs_from_top_to_bottom"]
+ALL_STAGES = "test_compiles or test_alone_against_the_oracle or test_runs_from_top_to_bottom"
+HANGS_ON_THE_VERSION = ["-m", "not once", "-k", f"not ({SLOWER}) or {ALL_STAGES}"]
 
 # The tests' own programs run once for milliseconds and compile in half the time without LLVM's optimizations. Those that
 # are judged by the oracle ask for the compiler as a reader has it (tests/helpers.py), and the book is built with it.
@@ -72,7 +73,8 @@ def jax_of(venv: str) -> str:
 def main_stack() -> tuple[bool, str]:
     # The book is built first: a broken site should stop the run early.
     ok = run("make", "--no-print-directory", "book", f"PYTHON={sys.executable}")
-    ok = ok and all([run(".venv/bin/ruff", "check", "--quiet"), pytest(".venv")])  # both, whatever the first says
+    checks = [".venv/bin/ruff", "check", "--quiet"], [".venv/bin/codespell"]
+    ok = ok and all([*(run(*check) for check in checks), pytest(".venv")])  # all of them, whatever the first says
     return ok, jax_of(".venv")
 
 
