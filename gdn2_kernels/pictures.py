@@ -152,10 +152,11 @@ def kept(stage: str, B=4, L=2048, H=6, D=128, **options) -> list[Kept]:
     fn, args = program(
         stage=stage, direction="forward", B=B, L=L, H=H, D=D, axes=4, **options
     )
+    # The function that vjp returns is a pytree of what it needs.
+    jaxpr = jax.make_jaxpr(lambda *x: jax.vjp(fn, *x)[1])(*args).jaxpr
     shapes = {}
-    for x in jax.tree.leaves(jax.eval_shape(lambda *x: jax.vjp(fn, *x)[1], *args)):
-        if x.ndim:
-            shapes.setdefault(x.shape, []).append(_size(x))
+    for x in dict.fromkeys(x for x in jaxpr.outvars if x.aval.size > 1):
+        shapes.setdefault(x.aval.shape, []).append(_size(x.aval))
     groups = [Kept(len(sizes), shape, sum(sizes)) for shape, sizes in shapes.items()]
     return sorted(groups, key=lambda x: -x.bytes)
 
@@ -297,11 +298,12 @@ def _draw_launches(found: list[Launch], title: str) -> Figure:
 
 
 def _draw_kept(found: list[Kept], tokens: int, title: str) -> Figure:
-    top, hbm, hbm_wide, side = 0.42, 3.1, 1.25, 0.85
+    top, hbm, hbm_wide, side = 0.6, 3.1, 1.25, 0.85
     bottom = top + ROW * len(found)
     figure, axis = _page(bottom + 0.56, title)
     for x, name in ((0, "forward"), (WIDTH - side, "backward")):
         _box(axis, x, top, side, bottom - top - 0.06, f"{name}\npass")
+    _write(axis, hbm + hbm_wide / 2, top - 0.06, "HBM", ha="center", va="bottom")
     most = max(x.bytes for x in found)
     for number, group in enumerate(found):
         y = top + ROW * number
@@ -313,6 +315,6 @@ def _draw_kept(found: list[Kept], tokens: int, title: str) -> Figure:
         _arrow(axis, hbm + hbm_wide + 0.03, WIDTH - side - 0.03, y + 0.46, parts, most)
         _write(axis, side + 0.05, above, f"{group.count} x {group.shape}", va="bottom")
     total = _text(sum(x.bytes for x in found))
-    _write(axis, 0, bottom + 0.1, f"Kept in HBM for the backward pass: {total}")
+    _write(axis, 0, bottom + 0.1, f"Kept for the backward pass: {total}")
     _write(axis, 0, bottom + 0.36, "Second lines: arrays x numbers per token and head")
     return figure
