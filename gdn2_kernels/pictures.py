@@ -57,17 +57,18 @@ def _size(array) -> int:
 def _unit(equation) -> str | None:
     """The unit that an operation of a kernel is work for; None: no work."""
     name, params = equation.primitive.name, equation.params
-    last = len(equation.invars[0].aval.shape) - 1 if equation.invars else -1
     if name in _NO_WORK:
         return None
     if name == "dot_general":
         return "matrix"
     if name in _TRANSCENDENTAL:
         return "exp"
-    # Lanes are the last axis; along the others the vector unit adds and shifts.
-    axes = (*params.get("axes", ()), params.get("axis"))
-    along_lanes = (name.startswith("reduce_") or name == "roll") and last in axes
-    return "cross-lane" if along_lanes or name in _ACROSS else "vector"
+    across = name in _ACROSS
+    if name.startswith("reduce_") or name == "roll":
+        # Lanes are the last axis; along the others the vector unit adds and shifts.
+        axes = (*params.get("axes", ()), params.get("axis"))
+        across = equation.invars[0].aval.ndim - 1 in axes
+    return "cross-lane" if across else "vector"
 
 
 def _inner(value) -> list:
@@ -161,20 +162,26 @@ def kept(stage: str, B=4, L=2048, H=6, D=128, **options) -> list[Kept]:
     return sorted(groups, key=lambda x: -x.bytes)
 
 
-def moves(stage: str, B=4, L=2048, H=6, D=128, **options) -> Figure:
+def moves(stage: str, B=4, L=2048, H=6, D=128, *, names=(), **options) -> Figure:
     """Draw what a stage moves, forward and backward.
 
     A stage of kernels: a row for each launch, with the bytes that it reads from HBM and
     writes there, what it holds in VMEM, and what its operations hand to each unit. A
     stage in plain JAX, where the compiler decides that: the arrays that wait in HBM for
-    the backward pass. Arguments and errors as of `traffic`.
+    the backward pass. Arguments and errors as of `traffic`, and
+
+      names: of a stage in plain JAX, what to call each row of `kept`. A trace knows
+        shapes only.
     """
     found = traffic(stage, B, L, H, D, **options)
+    rows = [] if found else kept(stage, B, L, H, D, **options)
+    if names and len(names) != len(rows):
+        raise ValueError(f"names: expected {len(rows)} for {stage}, got {len(names)}")
     shape = {"B": B, "L": L, "H": H, "D": D, **options}
     title = f"{stage}: " + ", ".join(f"{name}={x}" for name, x in shape.items())
     if found:
         return _draw_launches(found, title)
-    return _draw_kept(kept(stage, B, L, H, D, **options), B * L * H, title)
+    return _draw_kept(rows, names or [""] * len(rows), B * L * H, title)
 
 
 def _check(stage, **sizes):
@@ -297,7 +304,7 @@ def _draw_launches(found: list[Launch], title: str) -> Figure:
     return figure
 
 
-def _draw_kept(found: list[Kept], tokens: int, title: str) -> Figure:
+def _draw_kept(found: list[Kept], names, tokens: int, title: str) -> Figure:
     top, hbm, hbm_wide, side = 0.6, 3.1, 1.25, 0.85
     bottom = top + ROW * len(found)
     figure, axis = _page(bottom + 0.56, title)
@@ -305,15 +312,16 @@ def _draw_kept(found: list[Kept], tokens: int, title: str) -> Figure:
         _box(axis, x, top, side, bottom - top - 0.06, f"{name}\npass")
     _write(axis, hbm + hbm_wide / 2, top - 0.06, "HBM", ha="center", va="bottom")
     most = max(x.bytes for x in found)
-    for number, group in enumerate(found):
+    for number, (group, name) in enumerate(zip(found, names)):
         y = top + ROW * number
         each = group.bytes / group.count / 4 / tokens
         _box(axis, hbm, y, hbm_wide, ROW - 0.06,
              f"{_text(group.bytes)}\n{group.count} x {each:,.0f}")  # fmt: skip
         parts = [(group.bytes, BLUE)]
-        above = _arrow(axis, side + 0.05, hbm - 0.03, y + 0.46, parts, most)
-        _arrow(axis, hbm + hbm_wide + 0.03, WIDTH - side - 0.03, y + 0.46, parts, most)
-        _write(axis, side + 0.05, above, f"{group.count} x {group.shape}", va="bottom")
+        above = _arrow(axis, side + 0.05, hbm - 0.03, y + 0.34, parts, most)
+        _arrow(axis, hbm + hbm_wide + 0.03, WIDTH - side - 0.03, y + 0.34, parts, most)
+        _write(axis, side + 0.05, above, name, va="bottom")
+        _write(axis, side + 0.05, y + 0.57, f"{group.count} x {group.shape}")
     total = _text(sum(x.bytes for x in found))
     _write(axis, 0, bottom + 0.1, f"Kept for the backward pass: {total}")
     _write(axis, 0, bottom + 0.36, "Second lines: arrays x numbers per token and head")

@@ -109,3 +109,5 @@ def test_bad_input_is_named():
         pictures.moves("fast")
     with pytest.raises(ValueError, match="L: expected a whole number above 0, got 0"):
         pictures.traffic("wy", L=0)
+    with pytest.raises(ValueError, match="names: expected 2 for recurrence, got 1"):
+        pictures.moves("recurrence", names=["S"])
