@@ -29,7 +29,7 @@ def arguments(dtype="float32", gate="-1", dims=DIMS):
     flat = [jnp.asarray(x.reshape(dims.B, L, -1), dtype) for x in (*inputs, do)]
     q, k, v, g, b, w, do = flat
     q, g = q.astype(jnp.float32), g.astype(jnp.float32)
-    state, d_state = jnp.asarray(state.swapaxes(2, 3)), jnp.asarray(d_state.swapaxes(2, 3))
+    state, d_state = jnp.asarray(state), jnp.asarray(d_state)
     options = launch.Options(dims, "highest", None)
     found = {}
 
@@ -160,7 +160,7 @@ def test_residuals_take_the_bytes_that_are_stated():
         rows = dims.N * C
         keys, values = ((B, rows, H * D) for D in (dims.K, dims.V))
         inputs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (keys, keys, values, keys, keys, values)]
-        inputs.append(jax.ShapeDtypeStruct((B, H, dims.V, dims.K), jnp.float32))
+        inputs.append(jax.ShapeDtypeStruct((B, H, dims.K, dims.V), jnp.float32))
         run = functools.partial(stage.forward, options=launch.Options(dims, "high", True))
         _, residuals = jax.eval_shape(run, *inputs)
         stated = atomic_ops.residual_bytes(B, L, H, K, V, C)

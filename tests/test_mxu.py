@@ -400,7 +400,7 @@ def test_a_grid_step_fits_its_share_of_vmem(monkeypatch, K, V, members):
         for B, H in ((1, 1), (1, 16), (4, 6)):
             options = launch.Options(launch.Dims(B, H, 1, C, K, V), precision, False, members)
             keys, values = (jax.ShapeDtypeStruct((B, C, H * D), dtype) for D in (K, V))
-            scale, state = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1, 1), (B, H, V, K)))
+            scale, state = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1, 1), (B, H, K, V)))
             six = keys, keys, values, keys, keys, values
             outputs, kept = jax.eval_shape(functools.partial(stage.forward, options=options), *six, scale, state)
             jax.eval_shape(functools.partial(stage.backward, options=options), (*six, scale), kept, values, state)
@@ -455,6 +455,29 @@ def test_in_memory_full_of_nan(form, B, H, at_once, capfd):
     found = run(x, chunk_size=size, at_once=at_once, interpret=strict, paired=paired).results
     assert_within(found, truth(*x), BAR["high"])
     assert "RACE" not in "".join(capfd.readouterr()).upper()
+
+
+@pytest.mark.parametrize("form, precision", rest_once([("alone", "default"), ("pairs", "high"), ("twins", "high")]))
+def test_a_forward_call_keeps_nothing_and_computes_the_same(form, precision):
+    """To the bit, also in memory full of NaN. What is left of what the backward launch needs are o and the state."""
+    channels, chunk_size = (64, 64) if form == "pairs" else (8, 16), 16 if form == "twins" else None
+    inputs, state, _, _ = make((chunk_size or C) + 5, *channels, B=1, H=3, gate="bursts")
+
+    def forward(*x, interpret=True):
+        return stage.mxu(
+            *x[:6], jnp.float32(0.3), x[6], precision=precision, chunk_size=chunk_size, interpret=interpret
+        )
+
+    x = [*map(jnp.asarray, inputs), jnp.asarray(state)]
+    (launch_,) = v5e.launches(forward, *x)
+    assert len(launch_.outvars) == 2
+    (kept,) = v5e.launches(lambda *x: jax.vjp(forward, *x)[0], *x)
+    assert len(kept.outvars) == 6
+    expected = jax.jit(lambda *x: jax.vjp(forward, *x)[0])(*x)
+    strict = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
+    for interpret in (True, strict):
+        found = jax.jit(functools.partial(forward, interpret=interpret))(*x)
+        assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 # ------------------------------------------------------ the plain form
