@@ -139,6 +139,7 @@ def test_sliders_change_their_picture(chromium, address, name, width):
             page.wait_for_timeout(300)
             assert box.locator("img:visible").get_attribute("src") == before
         # The same with the mouse: a click near the right end shows the last picture.
+        boxes.first.scroll_into_view_if_needed()
         track = boxes.first.locator(".noUi-target, .slider").first
         size = track.bounding_box()
         page.mouse.click(size["x"] + size["width"] - 2, size["y"] + size["height"] / 2)
