@@ -150,12 +150,14 @@ def _exported(fn, args, topology):
 
 
 def _axes(args, topology):
-    """Names and sizes of the axes of the mesh that the arguments are spread over."""
+    """Names, sizes and types of the axes of the mesh that the arguments are spread over.
+    """
     for leaf in jax.tree.leaves(args):
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
         if mesh is not None and mesh.size == CHIPS[topology]:
-            return list(mesh.axis_names), list(mesh.shape.values())
-    return ["chip"], [CHIPS[topology]]
+            types = [x.name for x in mesh.axis_types]
+            return list(mesh.axis_names), list(mesh.shape.values()), types
+    return ["chip"], [CHIPS[topology]], ["Auto"]
 
 
 def _a_v5e():

@@ -1,6 +1,6 @@
 """`python -m gdn2_kernels.v5e.worker PROGRAM ANSWER TOPOLOGY MESH DUMPS`: compile an
-exported program for v5e, write what came of it. MESH: JSON, names and sizes of the axes
-that the chips lie along. DUMPS: the folder that libtpu was told to write to, or nothing,
+exported program for v5e, write what came of it. MESH: JSON, names, sizes and types of
+the axes that the chips lie along. DUMPS: the folder that libtpu was told to write to, or nothing,
 and then no cycles are counted.
 
 Run by `compile`, which sets the environment.
@@ -17,7 +17,7 @@ import jax
 import jax.export
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
 from gdn2_kernels.v5e.collectives import collectives
 from gdn2_kernels.v5e.program import analyse
@@ -31,9 +31,10 @@ def main(program, answer, topology, mesh, dumps):
     described = topologies.get_topology_desc(
         platform="tpu", topology_name=DESCRIBED[topology]
     )
-    names, sizes = json.loads(mesh)
+    names, sizes, types = json.loads(mesh)
     devices = np.array(described.devices[: math.prod(sizes)]).reshape(sizes)
-    flat, shapes = placed(exported, Mesh(devices, names))
+    axis_types = tuple(AxisType[x] for x in types)
+    flat, shapes = placed(exported, Mesh(devices, names, axis_types=axis_types))
     start = time.perf_counter()
     try:
         compiled = flat.lower(*shapes).compile()
