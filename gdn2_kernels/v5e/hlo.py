@@ -4,8 +4,7 @@ import dataclasses
 import math
 import re
 
-BYTES = dict(f32=4, s32=4, u32=4, bf16=2, f16=2, s16=2, u16=2, s8=1, u8=1, pred=1)
-BYTES |= dict(f64=8, s64=8, u64=8)
+BITS = {"pred": 8, "bf16": 16}  # others end in theirs: s4, f32, f8e4m3
 COLLECTIVES = (
     "all-gather all-reduce reduce-scatter collective-permute all-to-all "
     "collective-broadcast ragged-all-to-all"
@@ -73,8 +72,14 @@ def size(shape: str, hbm_only: bool = True) -> int:
         if hbm_only and re.search(r"S\([1-9]\)", layout):
             continue
         count = math.prod(int(x) for x in sizes.split(",") if x)
-        total += BYTES.get(kind, 0) * count
+        total += _bits(kind) * count // 8
     return total
+
+
+def _bits(kind: str) -> int:
+    """Of one number; none for what is no array, a token for instance."""
+    number = re.match(r"[sufc](\d+)", kind)
+    return BITS.get(kind) or (int(number[1]) if number else 0)
 
 
 def trips(loop: Operation, computations) -> int | None:

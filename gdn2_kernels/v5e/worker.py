@@ -1,7 +1,7 @@
 """`python -m gdn2_kernels.v5e.worker PROGRAM ANSWER TOPOLOGY MESH DUMPS`: compile an
 exported program for v5e, write what came of it. MESH: JSON, names, sizes and types of
-the axes that the chips lie along. DUMPS: the folder that libtpu was told to write to, or nothing,
-and then no cycles are counted.
+the axes that the chips lie along. DUMPS: the folder that libtpu was told to write to, or
+nothing, and then no cycles are counted.
 
 Run by `compile`, which sets the environment.
 """
@@ -42,10 +42,12 @@ def main(program, answer, topology, mesh, dumps):
         result = {"refused": str(error)}
     else:
         result = described_by_compiler(compiled)
-        result["collectives"] = collectives(compiled.as_text(), math.prod(sizes))
         result["compile_seconds"] = time.perf_counter() - start
+        text = compiled.as_text() if dumps or exported.nr_devices > 1 else ""
+        if exported.nr_devices > 1:
+            result["collectives"] = collectives(text, exported.nr_devices)
         if dumps:
-            counted = analyse(compiled.as_text(), pathlib.Path(dumps))
+            counted = analyse(text, pathlib.Path(dumps))
             result["program"] = dataclasses.asdict(counted)
     pathlib.Path(answer).write_text(json.dumps(result))
 

@@ -41,6 +41,12 @@ def forward_chunk(q, k, v, g, b, w, S, precision, unroll):
     return o, S, (X, Aqk, vn)
 
 
+def turn(states, turned):
+    """The states of all heads (heads, ..), transposed, from one ref into another."""
+    for i in range(states.shape[0]):
+        turned[i] = states[i].T
+
+
 def forward_kernel(
     scale, q, k, v, g, b, w, initial, o, final, entering, *rest,
     K, V, precision, unroll,
@@ -50,8 +56,7 @@ def forward_kernel(
 
     @pl.when(n == 0)
     def _():
-        for i in range(state.shape[0]):
-            state[i] = initial[i].T
+        turn(initial, state)
 
     entering[...] = state[...]
 
@@ -71,8 +76,7 @@ def forward_kernel(
 
     @pl.when(n == pl.num_programs(2) - 1)
     def _():
-        for i in range(state.shape[0]):
-            final[i] = state[i].T
+        turn(state, final)
 
 
 # ------------------------------------------------------ backward
@@ -130,8 +134,7 @@ def backward_kernel(
 
     @pl.when(n == 0)
     def _():
-        for i in range(d_state.shape[0]):
-            d_state[i] = d_final[i].T
+        turn(d_final, d_state)
         d_scale[...] = jnp.zeros(d_scale.shape, jnp.float32)
 
     def head(i):
@@ -155,5 +158,4 @@ def backward_kernel(
 
     @pl.when(n == pl.num_programs(2) - 1)
     def _():
-        for i in range(d_state.shape[0]):
-            d_initial[i] = d_state[i].T
+        turn(d_state, d_initial)
