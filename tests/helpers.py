@@ -3,6 +3,8 @@ are those of the audit.
 """
 
 import functools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,14 @@ from gdn2_kernels.audit.cases import GATES as GATES
 from gdn2_kernels.audit.cases import NAMES
 from gdn2_kernels.audit.cases import make as make
 from gdn2_kernels.audit.measure import relative_error, worst_row
+
+
+def setup_cell() -> str:
+    """The code of the first cell, the same in all chapters (tests/test_notebooks.py)."""
+    path = Path(__file__).resolve().parent.parent / "notebooks" / "recurrence.ipynb"
+    cells = json.loads(path.read_text())["cells"]
+    return next("".join(cell["source"]) for cell in cells if "setup" in cell["metadata"].get("tags", []))
+
 
 # Stages made of Pallas kernels: interpreted here, so a program takes longer to compile; they refuse float64 and channels
 # that are no multiple of 8.

@@ -14,9 +14,8 @@ import pytest
 
 import gdn2_kernels as gk
 from gdn2_kernels import export
-from helpers import once
+from helpers import once, setup_cell
 
-nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("setuptools")  # builds the wheel; where the environment does not bring it there would be a download
 
 pytestmark = once
@@ -24,11 +23,6 @@ ROOT = Path(__file__).resolve().parent.parent
 ADDRESS = f"git+https://github.com/gdn2-kernels/gdn2-kernels@v{gk.__version__}"
 # A proxy that nobody listens at: whoever asks the network is refused at once.
 NO_NETWORK = {f"{kind}_proxy": "http://127.0.0.1:9" for kind in ("http", "https", "all")}
-
-
-def setup_cell():
-    cells = nbformat.read(ROOT / "notebooks" / "recurrence.ipynb", as_version=4).cells
-    return next(cell.source for cell in cells if "setup" in cell.metadata.get("tags", []))
 
 
 class Stranger:

@@ -16,7 +16,7 @@ import pytest
 
 import gdn2_kernels as gk
 from gdn2_kernels import environment, export, oracle, sharding, suites, v5e
-from helpers import make, once, x64
+from helpers import make, once, setup_cell, x64
 
 compiling = importlib.import_module("gdn2_kernels.v5e.compile")  # v5e.compile is its function
 
@@ -51,12 +51,9 @@ def exported_file(of, stage):
 
 
 def setup_cell_without_network():
-    nbformat = pytest.importorskip("nbformat")
-    cells = nbformat.read(ROOT / "notebooks" / "recurrence.ipynb", as_version=4).cells
-    source = next(cell.source for cell in cells if "setup" in cell.metadata.get("tags", []))
     failed = types.SimpleNamespace(returncode=1, stderr="")
     with mock.patch("importlib.util.find_spec", return_value=None), mock.patch("subprocess.run", return_value=failed):
-        exec(source, {})
+        exec(setup_cell(), {})
 
 
 def banner(devices=None, **patches):
