@@ -12,14 +12,14 @@ def main() -> None:
     with sync_playwright() as playwright, browser.served() as address:
         chromium = browser.launch(playwright)
         for look, (width, scheme) in LOOKS.items():
-            context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
             for name in browser.pages():
+                context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
                 page = context.new_page()
-                page.goto(f"{address}/{name}")
-                page.wait_for_load_state("networkidle")
-                page.wait_for_timeout(500)  # widgets draw themselves after the last request
+                page.goto(f"{address}/{name}", timeout=120_000)
+                page.evaluate("() => Promise.all([document.fonts.ready, window.MathJax?.startup?.promise])")
+                page.wait_for_timeout(1000)  # widgets draw themselves after the last request
                 page.screenshot(path=FOLDER / f"{name.split('/')[-1].removesuffix('.html')}-{look}.png", full_page=True)
-                page.close()
+                context.close()
         chromium.close()
     print(f"Screenshots are in {FOLDER.relative_to(browser.ROOT)}")
 
