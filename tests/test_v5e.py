@@ -38,7 +38,8 @@ def gradients(stage, **options):
 @pytest.mark.parametrize("stage", gk.STAGES)
 def test_compiles(stage, dtype, precision):
     """Kernels at a published shape, B=8, H=6, L=4096, K=V=128 with gradients, on a chip of 16 GiB."""
-    shape = (8, 4096, 6, 128, 128) if stage in KERNELS else (1, 100, 2, 128, 64)
+    # The baseline is unrolled in log L steps; at its published shape it has a test of its own.
+    shape = (8, 4096, 6, 128, 128) if stage in KERNELS else (1, 20 if stage == "associative_scan" else 100, 2, 128, 64)
     report = accepted(gradients(stage, precision=precision, interpret=False), *shapes(*shape, dtype))
     assert 0 < report.total_bytes < associative_scan.HBM_BYTES and "bytes" in str(report)
 
@@ -104,19 +105,16 @@ def test_kernels_compile_under_x64(stage):
 
 
 @once  # two to three minutes of the compiler
-def test_one_head_of_the_baseline_takes_what_it_says():
-    # Shorter ones stay partly in VMEM, which the report does not count.
-    report = accepted(gradients("associative_scan"), *shapes(1, 2048, 1, 128, 128))
-    stated = associative_scan.head_bytes(2048, 128, 128)
-    assert 0.7 * stated < report.temporary_bytes < 1.05 * stated
-
-
-@once  # two to three minutes of the compiler
 def test_the_baseline_fits_the_published_shape():
-    """B=4, H=6, L=2048, K=V=128 with gradients on a chip of 16 GiB: heads one after another."""
+    """B=4, H=6, L=2048, K=V=128 with gradients on a chip of 16 GiB: heads one after another, each with what it states.
+
+    Shorter ones stay partly in VMEM, which the report does not count.
+    """
     report = accepted(gradients("associative_scan"), *shapes(4, 2048, 6, 128, 128))
     assert report.total_bytes < associative_scan.HBM_BYTES
-    assert report.temporary_bytes < 24 * associative_scan.head_bytes(2048, 128, 128) / 4
+    head, array = associative_scan.head_bytes(2048, 128, 128), 4 * 4 * 2048 * 6 * 128
+    # Beside the one head inputs, results and gradients lie there, heads first.
+    assert 0.7 * head < report.temporary_bytes < 1.05 * head + 16 * array
 
 
 def test_a_program_that_does_not_fit_is_refused():

@@ -2,9 +2,10 @@
 
     python tools/record_published.py [PROGRAM ..]
 
-(PROGRAM: only those whose names begin so; the others are kept) writes book/data/v5e_predicted.json from book/data/v5e_published.json. The kernels are those of the public packages
-atomic-ops 0.2.0 and deltanet-tpu 0.3.0, which have to be installed (pip install --no-deps; the latter wants Python 3.12).
-What is not installed is left as it was recorded. They are no dependency, and nothing of them is here.
+(PROGRAM: only those whose names begin so; the others are kept) writes book/data/v5e_predicted.json from
+book/data/v5e_published.json. The kernels are those of the public packages atomic-ops 0.2.0 and deltanet-tpu 0.3.0, which
+have to be installed (pip install --no-deps; the latter wants Python 3.12). What is not installed is left as it was
+recorded. They are no dependency, and nothing of them is here.
 """
 
 import functools
@@ -51,12 +52,14 @@ def atomic_gdn2(direction, B, L, H, D):
     return with_gradients(fn, tokens, state) if direction == "both" else (fn, (*[tokens] * 6, state))
 
 
-def atomic_ops(direction, B, L, H, D):
+def atomic_ops(direction, B, L, H, D, setting):
     """atomic-ops 0.2.0, its package atomic_ops: the kernels of 0.1.0."""
-    from atomic_ops import KAGGLE_SMALL, gdn2_pallas_forward_trainable
+    from atomic_ops import KAGGLE_MEDIUM, KAGGLE_SMALL, gdn2_pallas_forward_trainable
+
+    config = KAGGLE_SMALL if setting.startswith("small") else KAGGLE_MEDIUM  # the latter is what it takes if not told
 
     def fn(q, k, v, w, b, g, state):
-        return gdn2_pallas_forward_trainable(q, k, v, w, b, g, D**-0.5, h0=state, config=KAGGLE_SMALL)
+        return gdn2_pallas_forward_trainable(q, k, v, w, b, g, D**-0.5, h0=state, config=config)
 
     tokens, state = shapes(B, H, L, D, False), jax.ShapeDtypeStruct((B, H, D, D), jnp.float32)
     return with_gradients(fn, tokens, state) if direction == "both" else (fn, (*[tokens] * 6, state))
@@ -104,7 +107,7 @@ def main(only):
             version = importlib.metadata.version(package or "")
         except (importlib.metadata.PackageNotFoundError, ValueError):
             continue
-        options = {name: value for name, value in measured.items() if name in (*NAMES[1:], "key_heads")}
+        options = {name: value for name, value in measured.items() if name in (*NAMES[1:], "key_heads", "setting")}
         fn, args = function(**options)
         try:
             report = v5e.compile(fn, *args, timeout=1800)

@@ -4,7 +4,7 @@ take. Every number of the model that `walk` runs stands here.
 Sources. PUBLIC: cloud.google.com/tpu/docs/v5e and jax-ml.github.io/scaling-book/tpus.
 COMPILER: libtpu's own machine model, as its dumps state it: slots in the heads of the
 utilization files, latencies and occupancies in its critical-path dumps. FITTED: to times
-measured by others on real chips, see `book/data/v5e.json`.
+measured by others on real chips, some of those in `book/data/v5e_published.json`.
 """
 
 import dataclasses
