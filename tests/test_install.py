@@ -14,11 +14,10 @@ import pytest
 
 import gdn2_kernels as gk
 from gdn2_kernels import export
-from helpers import once, setup_cell
+from helpers import setup_cell
 
 pytest.importorskip("setuptools")  # builds the wheel; where the environment does not bring it there would be a download
 
-pytestmark = once
 ROOT = Path(__file__).resolve().parent.parent
 ADDRESS = f"git+https://github.com/gdn2-kernels/gdn2-kernels@v{gk.__version__}"
 # A proxy that nobody listens at: whoever asks the network is refused at once.

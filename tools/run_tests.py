@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_SITE = ["--ignore=tests/test_site.py", "--ignore=tests/test_links.py"]
-NEEDS_NOTEBOOK_KERNEL = ["--ignore=tests/test_notebooks.py"]
+NEEDS_NOTEBOOK_KERNEL = ["--ignore=tests/test_notebooks.py", "--ignore=tests/test_install.py"]
 # Of the stages those that "auto" picks; the others by the compiler of the chip, as files, and in their chapters.
 SLOWER = "recurrence or associative_scan or atomic_ops or atomic_gdn2"
 ALL_STAGES = "test_compiles or test_alone_against_the_oracle or test_runs_from_top_to_bottom"
