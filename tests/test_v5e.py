@@ -105,11 +105,16 @@ def test_kernels_compile_under_x64(stage):
 
 
 @once  # two to three minutes of the compiler
-def test_the_baseline_fits_the_published_shape():
-    """B=4, H=6, L=2048, K=V=128 with gradients on a chip of 16 GiB: heads one after another, each with what it states.
+def test_one_head_of_the_baseline_takes_what_it_says():
+    # Shorter ones stay partly in VMEM, which the report does not count.
+    report = accepted(gradients("associative_scan"), *shapes(1, 2048, 1, 128, 128))
+    stated = associative_scan.head_bytes(2048, 128, 128)
+    assert 0.7 * stated < report.temporary_bytes < 1.05 * stated
 
-    Shorter ones stay partly in VMEM, which the report does not count.
-    """
+
+@once  # two to three minutes of the compiler
+def test_the_baseline_fits_the_published_shape():
+    """B=4, H=6, L=2048, K=V=128 with gradients on a chip of 16 GiB: heads one after another."""
     report = accepted(gradients("associative_scan"), *shapes(4, 2048, 6, 128, 128))
     assert report.total_bytes < associative_scan.HBM_BYTES
     head, array = associative_scan.head_bytes(2048, 128, 128), 4 * 4 * 2048 * 6 * 128

@@ -16,6 +16,7 @@ def main() -> None:
                 context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
                 page = context.new_page()
                 page.goto(f"{address}/{name}", timeout=120_000)
+                # Not "networkidle", which under load does not always come.
                 page.evaluate("() => Promise.all([document.fonts.ready, window.MathJax?.startup?.promise])")
                 page.wait_for_timeout(1000)  # widgets draw themselves after the last request
                 page.screenshot(path=FOLDER / f"{name.split('/')[-1].removesuffix('.html')}-{look}.png", full_page=True)
