@@ -147,7 +147,8 @@ def _split(arrays, by_another) -> tuple[int, int]:
 
 def kept(stage: str, B=4, L=2048, H=6, D=128, **options) -> list[Kept]:
     """What a stage keeps from its forward pass for its backward pass, the inputs among
-    it. Arguments and errors as of `traffic`. Numbers that stand alone are left out.
+    it, the largest first. Arguments and errors as of `traffic`. Axes of size 1 do not
+    count, and what is no hundredth of the whole is left out.
     """
     _check(stage, B=B, L=L, H=H, D=D)
     fn, args = program(
@@ -157,9 +158,11 @@ def kept(stage: str, B=4, L=2048, H=6, D=128, **options) -> list[Kept]:
     jaxpr = jax.make_jaxpr(lambda *x: jax.vjp(fn, *x)[1])(*args).jaxpr
     shapes = {}
     for x in dict.fromkeys(x for x in jaxpr.outvars if x.aval.size > 1):
-        shapes.setdefault(x.aval.shape, []).append(_size(x.aval))
+        shape = tuple(n for n in x.aval.shape if n > 1)
+        shapes.setdefault(shape, []).append(_size(x.aval))
     groups = [Kept(len(sizes), shape, sum(sizes)) for shape, sizes in shapes.items()]
-    return sorted(groups, key=lambda x: -x.bytes)
+    total = sum(x.bytes for x in groups)
+    return sorted((x for x in groups if x.bytes >= total / 100), key=lambda x: -x.bytes)
 
 
 def moves(stage: str, B=4, L=2048, H=6, D=128, *, names=(), **options) -> Figure:

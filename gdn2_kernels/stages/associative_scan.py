@@ -98,7 +98,8 @@ def one_head(q, k, v, g, b, w, initial_state):
     Returns: o (L, V), final state (K, V).
     """
     decay = jnp.exp(g)
-    A = jax.vmap(jnp.diag)(decay) - k[:, :, None] * (b * k * decay)[:, None, :]
+    diagonal = decay[:, None, :] * jnp.eye(decay.shape[-1], dtype=decay.dtype)
+    A = diagonal - k[:, :, None] * (b * k * decay)[:, None, :]
     M = k[:, :, None] * (w * v)[:, None, :]
     # The initial state enters through the first token, so that the prefix of A alone is
     # never needed.
