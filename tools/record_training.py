@@ -3,9 +3,10 @@
     python tools/record_training.py tiny      300 steps of `tiny` on the standard library, on this machine
     python tools/record_training.py recall    associative recall, GDN-2 and attention, on this machine
     python tools/record_training.py v5e       training steps compiled ahead of time for TPU v5e: memory, collectives
-    python tools/record_training.py cycles    of those on one chip, their compiled cycles
+    python tools/record_training.py cycles    their compiled cycles
 
-Times of the first two are those of a machine that does other things too; its load is recorded beside them.
+Times of the first two are those of a machine that does other things too; its load is recorded beside them. With --go-on
+the last two keep the steps that the file has.
 """
 
 import dataclasses
@@ -129,9 +130,16 @@ def step_program(preset, stage, chips, B):
     return functools.partial(train.step, config=config, optimize=optimize, mesh=mesh), (state, *batch), whole
 
 
-def v5e():
-    rows = []
-    for preset, stage, chips, B in STEPS:
+def still_to_do(part, go_on):
+    """Rows that the file has, and those of `STEPS` that it has not."""
+    rows = json.loads(DATA.read_text()).get(part, {}).get("results", []) if go_on else []
+    there = [(x["preset"], x["stage"], x["chips"], x["B"]) for x in rows]
+    return rows, [x for x in STEPS if x not in there]
+
+
+def v5e(go_on):
+    rows, steps = still_to_do("v5e", go_on)
+    for preset, stage, chips, B in steps:
         row = dict(preset=preset, stage=stage, chips=chips, B=B, L=LENGTH, remat=model.PRESETS[preset].remat, dtype=model.PRESETS[preset].dtype)
         start = time.perf_counter()
         try:
@@ -156,25 +164,25 @@ def v5e():
                    "published": PUBLISHED, "results": rows})  # fmt: skip
 
 
-def cycles():
-    """Of steps on one chip."""
-    rows = []
-    for preset, stage, chips, B in STEPS:
-        if chips > 1:
-            continue
+def cycles(go_on):
+    """Of one chip, and what the collectives take by the stated figures of the links."""
+    rows, steps = still_to_do("cycles", go_on)
+    for preset, stage, chips, B in steps:
         row = dict(preset=preset, stage=stage, chips=chips, B=B, L=LENGTH)
         fn, arguments, _ = step_program(preset, stage, chips, B)
+        start = time.perf_counter()
         try:
-            report = v5e_lab.compile(fn, *arguments, timeout=3600)
+            report = v5e_lab.compile(fn, *arguments, topology="v5e:2x4" if chips > 1 else "v5e:1x1", timeout=3600)
         except v5e_lab.CompileError as error:
             row["refused"] = str(error)[:400]
         else:
             kernels = sum(x.calls * x.cycles for x in report.launches if x.kind == "pallas")
-            row |= {"milliseconds": report.milliseconds, "kernel_milliseconds": kernels / machine.CLOCK * 1e3}
+            row |= {"milliseconds": report.milliseconds, "kernel_milliseconds": kernels / machine.CLOCK * 1e3,
+                    "collective_milliseconds": summary(report.collectives)["microseconds"] / 1e3, "unknown": report.unknown}  # fmt: skip
         rows.append(row)
-        print(row, flush=True)
+        print(f"{time.perf_counter() - start:.0f} s", row, flush=True)
         what = f"python tools/record_training.py cycles, {len(rows)} steps: compiled cycles, no TPU"
-        write(cycles={"provenance": bench.provenance(what), "results": rows})
+        write(cycles={"provenance": {**bench.provenance(what), "libtpu": importlib.metadata.version("libtpu")}, "results": rows})
 
 
 if __name__ == "__main__":
@@ -183,9 +191,7 @@ if __name__ == "__main__":
             tiny()
         case ["recall"]:
             recall()
-        case ["v5e"]:
-            v5e()
-        case ["cycles"]:
-            cycles()
+        case ["v5e" | "cycles" as part, *rest] if rest in ([], ["--go-on"]):
+            {"v5e": v5e, "cycles": cycles}[part](go_on=bool(rest))
         case _:
             raise SystemExit(__doc__)
