@@ -82,6 +82,10 @@ def test_what_plain_stages_keep():
     states, inputs = pictures.kept("recurrence", **SMALL)
     assert (states.count, states.bytes) == (1, per_token * D * D)
     assert (inputs.count, inputs.bytes) == (6, 6 * per_token * D)
+    # All heads at once: a map and a state for each token. One after another: inputs and initial states.
+    pairs = pictures.kept("associative_scan", **SMALL)[0]
+    assert (pairs.count, pairs.bytes) == (2, 2 * per_token * D * D)
+    assert [x.count for x in pictures.kept("associative_scan")] == [6, 1]
     # wy: the six inputs, X, Aqk, vn and the states of chunks of 64.
     assert sum(x.bytes for x in pictures.kept("wy", **SMALL)) == per_token * (6 * D + 64 + 64 + D + D * D // 64)
 
