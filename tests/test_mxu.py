@@ -14,8 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 import gdn2_kernels as gk
 from gdn2_kernels import tile, v5e
 from gdn2_kernels.stages import launch, views
-from gdn2_kernels.stages.mxu import heads, pairing, passes, plain, stage, tiles, tree
-from gdn2_kernels.stages.mxu.pair import Pair
+from gdn2_kernels.stages.mxu import heads, inverse, pairing, passes, plain, stage, tiles, tree
 from helpers import GATES, NAMES, make, once, relative_error, rest_once, results, truth, wrong_signs, x64
 
 C = stage.CHUNK_SIZE
@@ -243,22 +242,63 @@ def test_which_heads_are_paired():
 
 
 @once
-def test_inverses_of_a_pair_in_one_matrix():
-    A = [np.tril(0.3 * numbers(C, C, seed=i), -1) for i in (0, 1)]
+@pytest.mark.parametrize("kind", [inverse.One, inverse.Two])
+def test_inverses_of_one_and_of_two_in_one_matrix(kind):
+    A = [np.tril(0.3 * numbers(C, C, seed=i), -1) for i in range(1 if kind is inverse.One else 2)]
+
+    def level(x, h):
+        """As it comes from products: in columns of the earlier half, for queries of the later."""
+        return tiles.roll_lanes(jnp.where(tiles.halves_of_block(h)[1], tiles.earlier(x, h), 0), -h)
+
+    def leaf(x):
+        X8 = yield from tiles.inverse_of_blocks(tiles.pack_blocks(x))
+        if kind is inverse.One:
+            return (X8,)
+        return X8, (yield from tiles.doubled_blocks(X8, tiles.pack_level(level(x, 8))))
 
     def found(*A_turned):
-        steps = [tiles.inverse_of_blocks(tiles.pack_blocks(x)) for x in A_turned]
-        X = Pair.inverse_of_blocks(tile.side_by_side(steps))
-        for h in (8, 16, 32, 64):
+        X, exact = kind.start(tile.side_by_side(map(leaf, A_turned))), passes.PASSES["highest"]
+        for h in kind.LEVELS:
             in_early, in_late = tiles.halves_of_block(h)
-            # As they come from products: in columns of the earlier half, for queries of the later.
-            of_level = [tiles.roll_lanes(jnp.where(in_late, tiles.earlier(x, h), 0), -h) for x in A_turned]
-            packed = Pair.level_of_inverse(passes.PASSES["highest"], of_level, in_early, in_late, h)
-            (X,) = tile.side_by_side([Pair.doubled(passes.PASSES["highest"], X, packed, h)])
-        return Pair.whole_inverse(X)
+            first, *second = (level(x, h) for x in A_turned)
+            packed = exact.pack(first, in_early, in_late, h)
+            if second:
+                packed = jnp.where(in_early, packed, jnp.where(in_late, tiles.roll_lanes(second[0], h), 0))
+            (X,) = tile.side_by_side([kind.doubled(exact, X, packed, h)])
+        return kind.whole(X)
 
-    for x, y in zip(on_device(found, *(x.T.copy() for x in A)), A):
+    for x, y in zip(on_device(found, *(x.T.copy() for x in A)), A, strict=True):
         assert relative_error(x, np.linalg.inv(np.eye(C) + y.astype(np.float64)).T) < 1e-5
+
+
+# ------------------------------------------------------ two heads that share an inverse
+
+
+def test_which_heads_share_an_inverse():
+    """Neighbours of one sequence, at more than one pass; a pair has its own, what is left over is alone."""
+
+    def shared(batch, group, precision="high", members=1, alone=False):
+        found = inverse.slots(heads.heads_of(np.zeros((batch, group)), members), passes.PASSES[precision], alone)
+        return [[head.n for head in slot.heads] for slot in found], [slot.kind.__name__ for slot in found]
+
+    assert shared(1, 5) == ([[0, 1], [2, 3], [4]], ["Two", "Two", "One"])
+    assert shared(2, 3, "highest") == ([[0, 1], [2], [3, 4], [5]], ["Two", "One"] * 2)  # not over two sequences
+    assert shared(3, 1) == ([[0], [1], [2]], ["One"] * 3)
+    assert shared(1, 4, "default") == shared(1, 4, alone=True) == ([[0], [1], [2], [3]], ["One"] * 4)
+    assert shared(1, 2, members=2) == ([[0], [1]], ["Two"] * 2)
+
+
+@once
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_heads_that_share_an_inverse(precision):
+    """Three heads in a grid step: two share, the third is alone."""
+    for gate in ("-0.01", "per channel", "bursts"):
+        x = make(LENGTH, 128, 128, B=1, H=3, gate=gate)
+        found, wanted = run(x, precision, at_once=(1, 3)), truth(*x)
+        assert_within(found.results, wanted, BAR[precision], gate)
+        for i, kind in enumerate(("X", "Aqk")):
+            base = run(x, precision, at_once=(1, 1)).residuals[i]
+            assert relative_error(found.residuals[i], base) <= BAR[precision], (gate, kind)
 
 
 # ------------------------------------------------------ to the last bit
@@ -444,7 +484,8 @@ def test_chunk_sizes_refused_by_name(chunk_size, words):
 
 
 @pytest.mark.parametrize(
-    "form, B, H, at_once", [("fast", 3, 1, (2, 1)), ("pairs", 1, 2, (1, 1)), ("twins", 1, 3, (1, 2))]
+    "form, B, H, at_once",
+    [("fast", 3, 1, (2, 1)), ("fast", 1, 2, (1, 2)), ("pairs", 1, 2, (1, 1)), ("twins", 1, 3, (1, 2))],
 )
 def test_in_memory_full_of_nan(form, B, H, at_once, capfd):
     """What nothing has written is NaN, blocks reach outside the arrays, reads that race with writes are reported."""

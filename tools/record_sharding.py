@@ -8,6 +8,7 @@ they have after each of them. --go-on keeps the programs that the file has; repo
 v5e.compile).
 """
 
+import collections
 import functools
 import importlib.metadata
 import itertools
@@ -139,7 +140,10 @@ def talk(go_on):
         else:
             found = collectives(program.as_text(), 8)
             row["summary"] = summary(found)
-            row["collectives"] = [{**x._asdict(), "microseconds": x.microseconds} for x in found]
+            # Equal ones are listed once.
+            row["collectives"] = [
+                {"number": n, **x._asdict(), "microseconds": x.microseconds} for x, n in collections.Counter(found).items()
+            ]
             row["temporary_bytes"] = program.memory_analysis().temp_size_in_bytes
         rows.append(row)
         print(f"{time.perf_counter() - start:5.0f} s", {k: v for k, v in row.items() if k != "collectives"}, flush=True)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from gdn2_kernels.stages.mxu import tiles
 from gdn2_kernels.stages.mxu.passes import woven_parts
-from gdn2_kernels.stages.mxu.tiles import earlier, later, roll_lanes, roll_rows, weave
+from gdn2_kernels.stages.mxu.tiles import earlier, later, roll_lanes, roll_rows
 from gdn2_kernels.tile import int32, only
 
 
@@ -46,32 +46,6 @@ class Alone:
         return [passes.dot(x, values)]
 
     # ---------------------------------------------- levels of h >= 8
-
-    @staticmethod
-    def level_of_inverse(passes, pairs, in_early, in_late, h):
-        """What `doubled` needs of a level of A^T: pairs (C/2, C), `in_early` of them."""
-        return passes.pack(pairs[0], in_early, in_late, h)
-
-    @staticmethod
-    def inverse_of_blocks(packed):
-        """What `doubled` starts from: blocks of 8 x 8, packed, of each member."""
-        return tiles.unpack_blocks(packed[0])
-
-    @staticmethod
-    def doubled(passes, X, A, h):
-        """Generator. The inverse of blocks of 2h, transposed, from blocks of h."""
-        early, late = earlier(X, h), later(X, h)
-        twice = woven_parts(passes, late, late, h)
-        half = passes.packed_dot(A, twice)
-        yield
-        twice = woven_parts(passes, half, half, h)
-        across = passes.packed_dot(passes.pack_whole(early, h), twice)
-        return weave(early - across, late, h)
-
-    @staticmethod
-    def whole_inverse(X):
-        """(C, C) of each member, of what `doubled` returned last."""
-        return [X]
 
     @staticmethod
     def each_level(passes, load):

@@ -36,6 +36,7 @@ from gdn2_kernels.stages.mxu.tiles import (
 from gdn2_kernels.tile import f32, in_step, int32, only, rows, side_by_side
 
 TILE = 16  # rows: a register of bfloat16 numbers
+NEAR_TILE = 32  # rows whose neighbours are gathered together
 
 
 class Refs(NamedTuple):
@@ -103,12 +104,15 @@ def backward_kernel(*refs, precision):
         gathered = [neighbours_to_gather(refs, head) for head in heads]
         near = [
             functools.partial(
-                neighbours, refs, heads, gathered, slice(start, start + TILE)
+                neighbours, refs, heads, gathered, slice(start, start + NEAR_TILE)
             )
-            for start in range(0, C, TILE)
+            for start in range(0, C, NEAR_TILE)
         ]
         levels = in_step(large_levels(refs, head, passes) for head in heads)
-        spread(levels, len(WHOLE_REGISTERS) * len(heads), near)
+        count = len(WHOLE_REGISTERS) * len(heads)
+        first = count // 2 if passes.single else 0
+        spread(levels, first, [])
+        spread(levels, count - first, near)
 
     @phase(2)
     def _():
@@ -272,7 +276,6 @@ def small_levels(refs, head, passes):
     n, K = head.n, refs.d_state.shape[2]
     if passes.packs:
         leave_through_state(refs, head, passes)
-        yield
     q, k, b = load(refs, head)
     bk = b * k
     sums = tuple(refs.so_far[n, i] for i in range(3))
@@ -290,11 +293,10 @@ def small_levels(refs, head, passes):
             refs.shared[n, :, :K] = matrix(owed)
             for i, x in enumerate(sums):
                 refs.so_far[n, i] = x
-        elif (
-            not passes.packs
-        ):  # the vector unit is busier here, and products fit between
+            yield
+        elif not passes.packs:
+            # The vector unit is busier here, and products fit between.
             leave_through_state(refs, head, passes)
-        yield
     passed = refs.d_scale[head.at]
     for start in range(0, C, TILE):
         passed += results(refs, head, slice(start, start + TILE))

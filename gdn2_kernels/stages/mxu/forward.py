@@ -7,18 +7,22 @@ It computes `plain.forward_chunk`, rearranged:
   queries: q in the later rows, b*k in the earlier rows, shifted by h;
 - keys stream past queries as weights: only half the rows, and products come out
   transposed, [key, query], as the backward kernel wants them;
-- each level's inverse has its low parts in the empty half of the contraction;
-- pairs at distance one, the diagonal, and the inverse of 8 x 8 blocks are not worth a
-  product: they stay on the vector unit.
+- inverses share products, or have their low parts in the empty half of the contraction
+  (`inverse`);
+- pairs at distance one, the diagonal, and the inverse of small blocks are not worth a
+  product: they stay on the vector unit. Those of q wait for the phase in which it is
+  idle.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from gdn2_kernels.stages.mxu import tiles, tree
-from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, write
+from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, spread, write
+from gdn2_kernels.stages.mxu.inverse import slots
 from gdn2_kernels.stages.mxu.passes import PASSES, woven_parts
 from gdn2_kernels.stages.mxu.tiles import (
     REGISTER,
@@ -54,8 +58,9 @@ class Refs(NamedTuple):
     state: object  # scratch of each head from here on: (V, K)
     P: object  # (C, K)
     U: object  # (C, K)
-    A: object  # (4, C/2, C): levels of A, packed for the inverse
-    X8: object  # (members, 8, C): inverse of the blocks on the diagonal
+    A: object  # (4, C/2, C): levels of A, of the first head of a slot those of all
+    leaves: object  # (2, 2, 8, C): of each member of a slot, what its inverse starts from
+    Aqk8: object  # (members, 8, C): levels of Aqk within registers, packed
     o_state: object  # (C, V): what o reads from the state
     z: object  # (V, C): w*v - kb S, transposed
 
@@ -71,14 +76,16 @@ class Refs(NamedTuple):
 
 def forward_scratch(C, K, V, members, keep=True):
     levels = (len(WHOLE_REGISTERS), C // 2, C)
-    scratch = [(V, K), (C, K), (C, K), levels, (members, 8, C), (C, V), (V, C)]
+    registers = [(2, 2, 8, C), (members, 8, C)]
+    scratch = [(V, K), (C, K), (C, K), levels, *registers, (C, V), (V, C)]
     return scratch + ([] if keep else [(members * C, C)] * 2)
 
 
-def forward_kernel(*refs, precision, keep=True):
-    """keep: write what the backward launch needs."""
+def forward_kernel(*refs, precision, keep=True, alone=False):
+    """keep: write what the backward launch needs. alone: no head shares an inverse."""
     refs, passes = Refs.of(refs, keep), PASSES[precision]
     heads = heads_of(refs.initial, members=refs.X.shape[-2] // C)
+    shared = slots(heads, passes, alone)
     n = pl.program_id(2)
 
     @pl.when(n == 0)
@@ -86,11 +93,27 @@ def forward_kernel(*refs, precision, keep=True):
         for head in heads:
             refs.state[head.n] = refs.initial[head.at].T
 
-    for number, step in enumerate((scores, inverse, outputs)):
+    @phase(0)
+    def _():
+        side_by_side(
+            scores(refs, head, slot, passes) for slot in shared for head in slot.heads
+        )
 
-        @phase(number)
-        def _(step=step):
-            side_by_side(step(refs, head, passes) for head in heads)
+    @phase(1)
+    def _():
+        steps = in_step(inverse(refs, slot, passes) for slot in shared)
+        count = sum(steps_of_inverse(slot) for slot in shared)
+        near = [functools.partial(neighbours_of_q, refs, head) for head in heads]
+        if not passes.single:  # products wait for each other most at the start
+            for gather in near:
+                gather()
+            near = []
+        spread(steps, count // 2, [])
+        spread(steps, count - count // 2, near)
+
+    @phase(2)
+    def _():
+        side_by_side(outputs(refs, head, passes) for head in heads)
 
     @pl.when(n == pl.num_programs(2) - 1)
     def _():
@@ -108,13 +131,14 @@ def load(refs, head):
 # ------------------------------------------------------ phase 0
 
 
-def scores(refs, head, passes):
-    """Aqk, the levels of A, P and U, and the inverse of the 8 x 8 blocks."""
+def scores(refs, head, slot, passes):
+    """Aqk but for its diagonal and level 1, A, P and U, and leaves of the inverse."""
     lanes = head.lanes
     q, k, bk = load(refs, head)
     g = read(refs.g, head, refs.state.shape[2])
     P = jnp.exp(g)
-    Aqk8, A8 = pairs_of_neighbours(q, k, bk, P, lanes)  # of each member
+    A8 = level_1(bk, k, P, lanes)
+    Aqk8 = [jnp.zeros_like(x) for x in A8]
     P, U = tree.first_doubling(P)
     yield
     for h in IN_REGISTERS:
@@ -122,43 +146,48 @@ def scores(refs, head, passes):
         Aqk8 = [jnp.where(here, new, old) for new, old in zip(of_q, Aqk8)]
         A8 = [jnp.where(here, new, old) for new, old in zip(of_bk, A8)]
         P, U = tree.doubling_in_registers(P, U, h)
+    for i, x in enumerate(Aqk8):
+        refs.Aqk8[head.n, i] = x
+    if passes.single:
         yield
     if passes.exact:
         P, U = tree.from_sums(g)
-    Aqk = [tiles.unpack_blocks(x) for x in Aqk8]
-    for level, h in enumerate(WHOLE_REGISTERS):
+    Aqk = [jnp.zeros((C, C), jnp.float32) for _ in Aqk8]
+    for h in WHOLE_REGISTERS:
         pairs = pairs_of_level(q, k, bk, P, U, h, passes, lanes)  # (C/2, C) each
-        in_early, in_late = tiles.halves_of_block(h)
+        _, in_late = tiles.halves_of_block(h)
         for i, of_level in enumerate(pairs):
             early = jnp.where(in_late, of_level, earlier(Aqk[i], h))
             Aqk[i] = weave(early, later(Aqk[i], h), h)
-        A = lanes.level_of_inverse(passes, pairs, in_early, in_late, h)
-        refs.A[head.n, level] = A
+        slot.put_level(refs, head, h, pairs, passes)
         P, U = tree.doubling(P, U, h)
     refs.P[head.n], refs.U[head.n] = P, U
     for at, x in zip(head.squares(refs.Aqk), Aqk):
         refs.Aqk[at] = x.astype(refs.Aqk.dtype)
     yield
-    X8 = yield from in_step(tiles.inverse_of_blocks(x) for x in A8)
-    for i, x in enumerate(X8):
-        refs.X8[head.n, i] = x
+    yield from in_step(slot.put_leaf(refs, head, i, x) for i, x in enumerate(A8))
 
 
-def pairs_of_neighbours(q, k, bk, a, lanes):
-    """Level 1 and the diagonal. Returns: Aqk, A transposed, of 8 x 8 blocks, packed; of
-    each member.
-    """
+def level_1(x, k, a, lanes):
+    """Level 1, [key, query] of q or b*k, of 8 x 8 blocks, packed; of each member."""
     before = roll_rows(k, 1) * a  # the key before, decayed once
     row, column = rows(REGISTER), columns(REGISTER) & int32(7)
     here = (column == row + 1) & ((row & int32(1)) == 0)
-    to_key = lambda x: roll_rows(x, -1)  # noqa: E731
-    Aqk, A = [], []
-    products = (lanes.own(x) for x in (q * k, q * before, bk * before))
-    for of_member in zip(*products):
-        own, of_q, of_bk = (tiles.pack_row_sums(x) for x in of_member)
-        Aqk.append(jnp.where(here, to_key(of_q), only(column == row, own)))
-        A.append(only(here, to_key(of_bk)))
-    return Aqk, A
+    sums = (tiles.pack_row_sums(x) for x in lanes.own(x * before))
+    return [only(here, roll_rows(x, -1)) for x in sums]  # to the key's row
+
+
+def neighbours_of_q(refs, head):
+    """What Aqk still lacks: the diagonal and the levels within registers."""
+    K = refs.state.shape[2]
+    q, k, _ = load(refs, head)
+    near = level_1(q, k, jnp.exp(read(refs.g, head, K)), head.lanes)
+    diagonal = rows(REGISTER) == (columns(REGISTER) & int32(7))
+    for i, x in enumerate(head.lanes.own(q * k)):
+        own = only(diagonal, tiles.pack_row_sums(x))
+        blocks = tiles.unpack_blocks(refs.Aqk8[head.n, i] + near[i] + own)
+        at = head.squares(refs.Aqk)[i]
+        refs.Aqk[at] = (f32(refs.Aqk[at]) + blocks).astype(refs.Aqk.dtype)
 
 
 def pairs_in_registers(q, k, bk, P, U, h, passes, lanes):
@@ -187,19 +216,23 @@ def pairs_of_level(q, k, bk, P, U, h, passes, lanes):
 # ------------------------------------------------------ phase 1
 
 
-def inverse(refs, head, passes):
-    """X^T = (I + A)^-1 transposed by doubling blocks; what is read from the state."""
-    lanes = head.lanes
-    X = lanes.inverse_of_blocks([refs.X8[head.n, i] for i in range(lanes.MEMBERS)])
-    yield
-    for level, h in enumerate(WHOLE_REGISTERS):
-        X = yield from lanes.doubled(passes, X, refs.A[head.n, level], h)
+def inverse(refs, slot, passes):
+    """X^T = (I + A)^-1 transposed; what is read from the state."""
+    steps = slot.inverse(refs, passes)
+    for _ in range(3):  # the start, and the two products of a level
+        next(steps)
         yield
-        if level == 0:
-            read_state(refs, head, passes)
-            yield
-    for at, x in zip(head.squares(refs.X), lanes.whole_inverse(X)):
+    for head in slot.heads:
+        read_state(refs, head, passes)
+        yield
+    X = yield from steps
+    for at, x in zip(slot.squares(refs.X), X):
         refs.X[at] = x.astype(refs.X.dtype)
+
+
+def steps_of_inverse(slot):
+    """Of `inverse`, its end counted."""
+    return 1 + 2 * len(slot.kind.LEVELS) + len(slot.heads) + 1
 
 
 def read_state(refs, head, passes):

@@ -6,8 +6,8 @@ States (V, K) have zeros outside two blocks on the diagonal. For pairs of tokens
 - a product over channels gets the lanes of one member and zeros, for each member;
 - a product that gives channels is made for each member, and lanes are chosen;
 - of transposed operands a member has half the rows;
-- where one head leaves half of a product empty, in every level of the tree and of the
-  inverse, and fills it with low parts at most, the other member stands there.
+- where one head leaves half of a product empty, in every level of the tree, and fills
+  it with low parts at most, the other member stands there.
 
 Zeros keep members apart: numbers have to be finite.
 """
@@ -21,9 +21,11 @@ from gdn2_kernels.stages.mxu.tiles import (
     C,
     earlier,
     later,
+    mirrored,
     roll_lanes,
     roll_rows,
     unstacked,
+    upside_down,
     weave,
 )
 from gdn2_kernels.tile import columns, int32, only, rows
@@ -82,51 +84,8 @@ class Pair:
     # contraction of a product finds its place without a rotation. Rows that meet mirrored
     # columns are turned upside down, in whole registers, which moves nothing.
     #
-    # Mirrored are the inverse of the second member while blocks grow (both inverses share
-    # one (C, C), the first on the diagonal, the second across); its dAqk and dA, for
-    # `read`; and dA^T of both, for `written`.
-
-    @staticmethod
-    def level_of_inverse(passes, pairs, in_early, in_late, h):
-        return beside(*pairs, in_early, in_late, h)
-
-    @staticmethod
-    def inverse_of_blocks(packed):
-        first, second = packed
-        second = mirrored(second)
-        block = columns(REGISTER) >> int32(3)
-        last = C // ROWS - 1
-        return jnp.concatenate([
-            jnp.where(block == t, first, only(block == last - t, second))
-            for t in range(last + 1)
-        ])  # fmt: skip
-
-    @staticmethod
-    def doubled(passes, X, A, h):
-        early, late = earlier(X, h), later(X, h)
-        _, in_late = tiles.halves_of_block(h)
-
-        def parted(x, turn):  # rows of the first member, then of the second, woven
-            first, second = only(in_late, x), only(~in_late, x)
-            return weave(first, turn(second), h)
-
-        parts = passes.split(late)
-        half = passes.dot(A, tuple(parted(x, lambda x: x) for x in parts))
-        yield
-        parts = passes.split(half)
-        across = passes.dot(early, tuple(parted(x, upside_down) for x in parts))
-        if 2 * h < C:
-            return weave(early - across, late, h)
-        # Here the two would meet: from now on each has its own.
-        return [
-            weave(only(mine, early) - only(~mine, across), only(~mine, late), h)
-            for mine in (~in_late, in_late)
-        ]
-
-    @staticmethod
-    def whole_inverse(X):
-        first, second = X
-        return [first, mirrored(second)]
+    # Mirrored are dAqk and dA of the second member, for `read`; and dA^T of both, for
+    # `written`. (And the second inverse of two: `inverse.Two`.)
 
     @staticmethod
     def each_level(passes, load):
@@ -211,19 +170,6 @@ class Pair:
 def beside(first, second, in_early, in_late, h):
     """Early columns of one, and in the late ones those of the other."""
     return jnp.where(in_early, first, only(in_late, roll_lanes(second, h)))
-
-
-def upside_down(x):
-    """Registers (rows of eight) in reverse order."""
-    starts = reversed(range(0, len(x), ROWS))
-    return jnp.concatenate([x[i : i + ROWS] for i in starts])
-
-
-def mirrored(x):
-    """(R, C) with its groups of eight columns in reverse order."""
-    lanes = columns(REGISTER) ^ int32(C - ROWS)
-    starts = range(0, len(x), ROWS)
-    return jnp.concatenate([tiles.lane_gather(x[i : i + ROWS], lanes) for i in starts])
 
 
 def mirror_of_halves(h):

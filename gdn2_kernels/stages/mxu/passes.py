@@ -24,6 +24,7 @@ class Unsplit:
     def __init__(self, product):
         self.product = product
         self.exact = product is exact
+        self.single = product is one_pass
 
     @staticmethod
     def split(x):
@@ -69,6 +70,7 @@ class Split:
 
     packs = True
     exact = False
+    single = False
     product = staticmethod(one_pass)
 
     @staticmethod

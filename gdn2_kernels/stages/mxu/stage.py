@@ -68,13 +68,17 @@ def most_heads(options, *arrays_and_scratch):
 class Kernel(NamedTuple):
     body: object  # of (scale, inputs, outputs, scratch refs), precision
     scratch: object  # of (C, K, V, members): float32 shapes of one head
+    shares: bool = False  # two heads may take part in one product
 
 
 FAST = {
-    "forward": Kernel(fast_forward.forward_kernel, fast_forward.forward_scratch),
+    "forward": Kernel(
+        fast_forward.forward_kernel, fast_forward.forward_scratch, shares=True
+    ),
     "forward_only": Kernel(
         functools.partial(fast_forward.forward_kernel, keep=False),
         functools.partial(fast_forward.forward_scratch, keep=False),
+        shares=True,
     ),
     "backward": Kernel(fast_backward.backward_kernel, fast_backward.backward_scratch),
 }
@@ -94,8 +98,12 @@ def launch_one(name, options, inputs, outputs):
     scratch = kernel.scratch(dims.C, dims.K, dims.V, options.members)
     arrays = [(kind, x.dtype) for kind, x in inputs] + outputs
     batch, heads = heads_at_once(dims.B, dims.H, most_heads(options, arrays, scratch))
+    body = functools.partial(kernel.body, precision=options.precision)
+    if kernel.shares and dims.H % heads:
+        # What a head that does not exist reads is undefined: it must not share.
+        body = functools.partial(body, alone=True)
     return launch(
-        functools.partial(kernel.body, precision=options.precision),
+        body,
         options,
         inputs,
         outputs,

@@ -90,13 +90,27 @@ def halves_of_block(h):
     return half == 2 * block, half == 2 * block + 1
 
 
+def upside_down(x):
+    """Registers (rows of eight) in reverse order."""
+    starts = reversed(range(0, len(x), ROWS))
+    return jnp.concatenate([x[i : i + ROWS] for i in starts])
+
+
+def mirrored(x):
+    """(R, C) with its groups of eight columns in reverse order."""
+    lanes = columns(REGISTER) ^ int32(C - ROWS)
+    starts = range(0, len(x), ROWS)
+    return jnp.concatenate([lane_gather(x[i : i + ROWS], lanes) for i in starts])
+
+
 # ------------------------------------------------------ 8 x 8 blocks in one register
 
 
-def _merge(tiles):
-    """(8, 128) whose lanes 8t .. 8t+7 come from the t-th of 16 registers."""
+def _merge(tiles, bit=ROWS):
+    """(8, 128) whose lanes 8t .. 8t+7 come from the t-th of 16 registers; with `bit` 16,
+    16t .. 16t+15 from the t-th of 8.
+    """
     lane = columns(REGISTER)
-    bit = ROWS
     while len(tiles) > 1:
         odd = (lane & int32(bit)) != 0
         tiles = [jnp.where(odd, b, a) for a, b in zip(tiles[::2], tiles[1::2])]
@@ -107,6 +121,11 @@ def _merge(tiles):
 def pack_blocks(x):
     """(C, C) -> (8, C): its blocks on the diagonal."""
     return _merge([x[i : i + ROWS] for i in range(0, C, ROWS)])
+
+
+def pack_level(x):
+    """(C/2, C), level h = 8: the block of each register in lanes 16t .. 16t+7."""
+    return _merge([x[i : i + ROWS] for i in range(0, C // 2, ROWS)], bit=2 * ROWS)
 
 
 def unpack_blocks(packed):
@@ -159,15 +178,34 @@ def lane_gather(x, lanes):
     )  # fmt: skip
 
 
+def in_block(j):
+    """Lanes: of every lane the j-th of its group of eight."""
+    return (columns(REGISTER) & int32(~7)) | int32(j)
+
+
 def inverse_of_blocks(packed):
     """Generator. (I + A)^-1 transposed of 8 x 8 blocks, A^T strictly above their
     diagonals, packed: by substitution, on the vector unit. Yields after each gather, so
     that heads side by side share its pattern, which costs more than the gather.
     """
-    row, lane = rows(REGISTER), columns(REGISTER)
-    X = (row == (lane & int32(7))).astype(jnp.float32)
+    X = (rows(REGISTER) == (columns(REGISTER) & int32(7))).astype(jnp.float32)
     for j in range(ROWS - 1, 0, -1):
-        column = lane_gather(packed, (lane & int32(~7)) | int32(j))
-        X = X - column * X[j : j + 1]
+        X = X - lane_gather(packed, in_block(j)) * X[j : j + 1]
         yield
     return X
+
+
+def doubled_blocks(X, A):
+    """Generator. What lies beside the early one of two 8 x 8 blocks of X^T, -X_early A
+    X_late, where the late one has its columns. A: as `pack_level` leaves it. Yields as
+    `inverse_of_blocks`.
+    """
+    late = roll_lanes(X, -ROWS)  # columns of the early block from here on
+    half, across = jnp.zeros_like(X), jnp.zeros_like(X)
+    for j in range(ROWS):
+        half = half + lane_gather(A, in_block(j)) * late[j : j + 1]
+        yield
+    for j in range(ROWS):
+        across = across - lane_gather(X, in_block(j)) * half[j : j + 1]
+        yield
+    return roll_lanes(across, ROWS)
