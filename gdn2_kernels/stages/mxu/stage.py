@@ -206,7 +206,9 @@ def mxu(q, k, v, g, b, w, scale, initial_state, *, precision, chunk_size, interp
     """Pairwise decay on the matrix unit. Shapes and contract as `gdn2`.
 
     chunk_size: None or 128 for the fast kernels; 16, 32 or 64 for their plain twins.
-    Heads with K = V = 64 are computed two at a time in the fast kernels (`pairing`).
+    Heads with K = V = 64 are computed two at a time in the fast kernels (`pairing`), and
+    two neighbours of one sequence share an inverse (`inverse`): numbers have to be
+    finite, or what is not reaches the neighbour.
 
     Raises:
       ValueError: K or V not a multiple of 8 up to 256, float64 inputs, a chunk size
