@@ -103,11 +103,13 @@ def forward_kernel(*refs, precision, keep=True, alone=False):
     def _():
         steps = in_step(inverse(refs, slot, passes) for slot in shared)
         count = sum(steps_of_inverse(slot) for slot in shared)
-        near = [functools.partial(neighbours_of_q, refs, head) for head in heads]
-        if not passes.single:  # products wait for each other most at the start
-            for gather in near:
-                gather()
+        near = [functools.partial(blocks_of_q, refs, head) for head in heads]
+        if not passes.single:
+            # First: the doubling begins with products that wait for each other.
+            for of_head in near:
+                of_head()
             near = []
+        # At one pass they do all the way: later, when states have been read.
         spread(steps, count // 2, [])
         spread(steps, count - count // 2, near)
 
@@ -132,7 +134,7 @@ def load(refs, head):
 
 
 def scores(refs, head, slot, passes):
-    """Aqk but for its diagonal and level 1, A, P and U, and leaves of the inverse."""
+    """Aqk without its 8 x 8 blocks, A, P and U, and leaves of the inverse."""
     lanes = head.lanes
     q, k, bk = load(refs, head)
     g = read(refs.g, head, refs.state.shape[2])
@@ -177,8 +179,8 @@ def level_1(x, k, a, lanes):
     return [only(here, roll_rows(x, -1)) for x in sums]  # to the key's row
 
 
-def neighbours_of_q(refs, head):
-    """What Aqk still lacks: the diagonal and the levels within registers."""
+def blocks_of_q(refs, head):
+    """What Aqk lacks: its 8 x 8 blocks, the diagonal and the levels h < 8."""
     K = refs.state.shape[2]
     q, k, _ = load(refs, head)
     near = level_1(q, k, jnp.exp(read(refs.g, head, K)), head.lanes)
