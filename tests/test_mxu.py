@@ -289,7 +289,7 @@ def test_which_heads_share_an_inverse():
 
 
 @once
-@pytest.mark.parametrize("precision", ["high", "highest"])
+@pytest.mark.parametrize("precision", ["high"])
 def test_heads_that_share_an_inverse(precision):
     """Three heads in a grid step: two share, the third is alone."""
     for gate in ("-0.01", "per channel", "bursts"):
