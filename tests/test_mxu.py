@@ -479,10 +479,10 @@ def test_chunk_sizes_refused_by_name(chunk_size, words):
 # ------------------------------------------------------ memory full of NaN, races
 
 
-@pytest.mark.parametrize(
-    "form, B, H, at_once",
-    [("fast", 3, 1, (2, 1)), ("fast", 1, 2, (1, 2)), ("pairs", 1, 2, (1, 1)), ("twins", 1, 3, (1, 2))],
-)
+NAN_FILLED = [("fast", 3, 1, (2, 1)), ("fast", 1, 2, (1, 2)), ("pairs", 1, 2, (1, 1)), ("twins", 1, 3, (1, 2))]
+
+
+@pytest.mark.parametrize("form, B, H, at_once", rest_once(NAN_FILLED, NAN_FILLED[1]))
 def test_in_memory_full_of_nan(form, B, H, at_once, capfd):
     """What nothing has written is NaN, blocks reach outside the arrays, reads that race with writes are reported."""
     strict = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
