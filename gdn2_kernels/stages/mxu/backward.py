@@ -110,9 +110,7 @@ def backward_kernel(*refs, precision):
         ]
         levels = in_step(large_levels(refs, head, passes) for head in heads)
         count = len(WHOLE_REGISTERS) * len(heads)
-        first = count // 2 if passes.single else 0
-        spread(levels, first, [])
-        spread(levels, count - first, near)
+        spread(levels, count, near, start=count // 2 if passes.single else 0)
 
     @phase(2)
     def _():

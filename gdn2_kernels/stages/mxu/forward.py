@@ -110,8 +110,7 @@ def forward_kernel(*refs, precision, keep=True, alone=False):
                 of_head()
             near = []
         # At one pass they do all the way: later, when states have been read.
-        spread(steps, count // 2, [])
-        spread(steps, count - count // 2, near)
+        spread(steps, count, near, start=count // 2)
 
     @phase(2)
     def _():

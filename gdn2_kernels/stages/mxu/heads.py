@@ -46,8 +46,13 @@ def write(tokens, head, x, rows=slice(None)):
     tokens[i, rows, j * D : (j + 1) * D] = x.astype(tokens.dtype)
 
 
-def spread(steps, count, others):
-    """Run `count` steps with functions `others` called evenly between them."""
+def spread(steps, count, others, start=0):
+    """Run `count` steps with functions `others` called evenly between those after the
+    first `start`.
+    """
+    for _ in range(start):
+        next(steps)
+    count -= start
     done = 0
     for i in range(count):
         next(steps)

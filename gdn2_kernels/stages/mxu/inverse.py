@@ -23,7 +23,6 @@ from gdn2_kernels.stages.mxu.tiles import (
     earlier,
     later,
     mirrored,
-    roll_lanes,
     upside_down,
     weave,
 )
@@ -160,8 +159,7 @@ class Slot(NamedTuple):
         if self.place(head) == 0:
             refs.A[at] = only(in_early, pairs[0])
         if self.place(head) == 1 or len(pairs) == 2:
-            second = only(in_late, roll_lanes(pairs[-1], h))
-            refs.A[at] = jnp.where(in_early, refs.A[at], second)
+            refs.A[at] = tiles.beside(refs.A[at], pairs[-1], in_early, in_late, h)
 
     def put_leaf(self, refs, head, i, A8):
         """Generator. Keep the leaf of the head's member i, from 8 x 8 blocks of A^T."""

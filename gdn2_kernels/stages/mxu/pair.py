@@ -154,7 +154,7 @@ class Pair:
 
     @staticmethod
     def read_in_registers(passes, pairs, keys, in_early, in_late, h):
-        packed = tuple(beside(x, y, in_early, in_late, h) for x, y in zip(*pairs))
+        packed = tuple(tiles.beside(x, y, in_early, in_late, h) for x, y in zip(*pairs))
         first, second = Pair.own(keys)
         return passes.blocks_dot(packed, first + roll_rows(second, h))
 
@@ -165,11 +165,6 @@ class Pair:
         )
         written = passes.blocks_dot(packed, queries)
         return Pair.chosen([written, roll_rows(written, -h)])
-
-
-def beside(first, second, in_early, in_late, h):
-    """Early columns of one, and in the late ones those of the other."""
-    return jnp.where(in_early, first, only(in_late, roll_lanes(second, h)))
 
 
 def mirror_of_halves(h):

@@ -90,6 +90,11 @@ def halves_of_block(h):
     return half == 2 * block, half == 2 * block + 1
 
 
+def beside(first, second, in_early, in_late, h):
+    """Early columns of one, and in the late ones those of the other."""
+    return jnp.where(in_early, first, only(in_late, roll_lanes(second, h)))
+
+
 def upside_down(x):
     """Registers (rows of eight) in reverse order."""
     starts = reversed(range(0, len(x), ROWS))
