@@ -30,6 +30,7 @@ class Dims(NamedTuple):
     C: int  # tokens of a chunk
     K: int
     V: int
+    members: int = 1  # heads that share the channels of what counts as one head
 
     @property
     def rows(self) -> int:
@@ -48,7 +49,6 @@ class Options(NamedTuple):
     dims: Dims
     precision: str
     interpret: object  # bool, or pltpu.InterpretParams in tests
-    members: int = 1  # heads that share the channels of what counts as one head
 
     @classmethod
     def of(cls, q, v, precision, chunk_size, interpret, *, smallest, usual, members=1):
@@ -57,9 +57,9 @@ class Options(NamedTuple):
         """
         B, L, H, K = q.shape
         C = chunk_size or max(smallest, min(usual, 1 << (L - 1).bit_length()))
-        dims = Dims(B, H, -(-L // C), C, padded(K), padded(v.shape[-1]))
+        dims = Dims(B, H, -(-L // C), C, padded(K), padded(v.shape[-1]), members)
         interpret = not on_tpu() if interpret is None else interpret
-        return cls(dims, precision, interpret, members)
+        return cls(dims, precision, interpret)
 
     def heads_per_step(self, limit: int) -> int:
         """`heads_per_step`, but one where kernels are interpreted as XLA programs: what
@@ -70,12 +70,14 @@ class Options(NamedTuple):
 
 def on_blocks(run, inputs, initial_state, options: Options):
     """run(*inputs, initial_state), its arrays as kernels see them: for inputs q, k, v,
-    g, b, w (B, L, H, D), of any L. Returns: o (B, L, H, V), final state (B, H, K, V).
+    g, b, w (B, L, H, D), of any L. Returns: o (B, L, H, V), final state (B, H, K, V),
+    of members (B, H, K, V/members) as the initial one.
     """
-    (_, L, H, K), V = inputs[0].shape, inputs[2].shape[-1]
+    (_, L, H, _), V = inputs[0].shape, inputs[2].shape[-1]
     inputs = [tokens_in(x, options.dims.rows) for x in inputs]
-    o, final_state = run(*inputs, state_in(initial_state))
-    return tokens_out(o, L, H, V), state_out(final_state, K, V)
+    whole, _ = shape_and_block("head", options.dims)
+    o, final_state = run(*inputs, state_in(initial_state, whole))
+    return tokens_out(o, L, H, V), state_out(final_state, initial_state.shape)
 
 
 def heads_per_step(H: int, limit: int) -> int:
@@ -108,8 +110,12 @@ def shape_and_block(kind: str, dims: Dims, heads=None, backwards=False, batch=No
     transposed in HBM. Kernels hold a "state" transposed, rows are value channels: so a
     decay, one number per key channel, multiplies lanes and needs no column. The states
     that come in and go out, "head", are (K, V) as everywhere else: kernels turn them.
+
+    Members lie side by side in the channels of tokens. What is no token has for each of
+    them its own tokens and channels: side by side in the lanes too, but "head", where
+    they stand one below the other, as in memory.
     """
-    B, H, N, C, K, V = dims
+    B, H, N, C, K, V, members = dims
     zero = int32(0)  # a Python zero would be int64 under x64
 
     def chunk(n):
@@ -130,12 +136,11 @@ def shape_and_block(kind: str, dims: Dims, heads=None, backwards=False, batch=No
     shape, block, index = {
         "keys": lambda: tokens(K),
         "values": lambda: tokens(V),
-        "square": lambda: per_chunk(C, C),
-        "two squares": lambda: per_chunk(2 * C, C),
-        "turned values": lambda: per_chunk(V, C),
+        "square": lambda: per_chunk(C, members * C),
+        "turned values": lambda: per_chunk(V // members, members * C),
         "row": lambda: per_chunk(1, K),
-        "state": lambda: per_chunk(V, K),
-        "head": lambda: per_head(K, V),
+        "state": lambda: per_chunk(V // members, K),
+        "head": lambda: per_head(K, V // members),
         "head row": lambda: per_head(1, K),
         "head rows": lambda: per_head(8, K),
         "number": lambda: ((1, 1), (1, 1), lambda b, h, n: (zero, zero)),

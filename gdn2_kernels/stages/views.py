@@ -28,15 +28,14 @@ def tokens_out(x: jax.Array, L: int, H: int, D: int) -> jax.Array:
     return x.reshape(*x.shape[:2], H, padded(D))[:, :L, :, :D]
 
 
-def state_in(state: jax.Array) -> jax.Array:
-    """(B, H, K, V) -> (B, H, padded(K), padded(V)), filled with zeros."""
-    K, V = state.shape[2:]
-    return jnp.pad(state, ((0, 0), (0, 0), (0, padded(K) - K), (0, padded(V) - V)))
+def state_in(state: jax.Array, shape) -> jax.Array:
+    """(B, H, K, V) filled with zeros up to another such shape."""
+    return jnp.pad(state, [(0, to - n) for n, to in zip(state.shape, shape)])
 
 
-def state_out(state: jax.Array, K: int, V: int) -> jax.Array:
-    """Inverse of `state_in`."""
-    return state[:, :, :K, :V]
+def state_out(state: jax.Array, shape) -> jax.Array:
+    """Inverse of `state_in`: the filling cut off, down to `shape`."""
+    return state[:, :, : shape[2], : shape[3]]
 
 
 def mesh_axes(array) -> dict:

@@ -40,7 +40,7 @@ FLOAT = jnp.float32
 def flops(dims):
     """Of the forward launch, one chunk of one head. The backward one has twice as many.
     """
-    _, _, _, C, K, V = dims
+    C, K, V = dims.C, dims.K, dims.V
     return 6 * C * K * V + 4 * C**2 * (K + V) + 4 * C**3 * (C.bit_length() - 2)
 
 

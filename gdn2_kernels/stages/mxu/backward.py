@@ -12,7 +12,6 @@ It computes `plain.backward_chunk` with the arrangements of the forward kernel, 
 """
 
 import functools
-import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -20,18 +19,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from gdn2_kernels.stages.mxu import levels_back, tiles, tree
-from gdn2_kernels.stages.mxu.forward import IN_REGISTERS, WHOLE_REGISTERS
+from gdn2_kernels.stages.mxu.forward import IN_REGISTERS, whole_registers
 from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, spread, write
+from gdn2_kernels.stages.mxu.lanes import weights
 from gdn2_kernels.stages.mxu.passes import PASSES
 from gdn2_kernels.stages.mxu.tiles import (
+    LANES,
     REGISTER,
     ROWS,
-    C,
     matrix,
     registers,
     roll_lanes,
     roll_rows,
-    unstacked,
 )
 from gdn2_kernels.tile import f32, in_step, int32, only, rows, side_by_side
 
@@ -61,15 +60,15 @@ class Refs(NamedTuple):
     dw: object
     d_initial: object
     d_scale: object
-    d_state: object  # scratch of each head from here on: (V, K)
+    d_state: object  # scratch of each head from here on, as in `forward.Refs`: (V, K)
     P: object  # (C, K)
     U: object  # (C, K)
     small: object  # (2, C, K): factors of levels 2 and 4, U in earlier rows, P in later
-    large: object  # (4, C, K): of levels 8 .. 64
+    large: object  # (levels, C, K): of levels 8 ..
     dz: object  # (C, V); dvn before it
     turned: object  # (2, V, C): do, dz transposed
-    pairs: object  # (2, members, C, C): dAqk, dA
-    turned_pairs: object  # (2, members, C, C)
+    pairs: object  # (2, C, C): dAqk, dA
+    turned_pairs: object  # (2, C, C)
     so_far: object  # (3, C, K): dq, d(b*k), dk
     shared: (
         object  # (C, max(K, V)): vn turned back, and when it is used up what is owed
@@ -78,14 +77,17 @@ class Refs(NamedTuple):
 
 
 def backward_scratch(C, K, V, members):
-    factors = [(C, K), (C, K), (2, C, K), (4, C, K)]
-    products = [(C, V), (2, V, C), *[(2, members, C, C)] * 2]
-    return [(V, K), *factors, *products, (3, C, K), (C, max(K, V)), (4, C, K)]
+    rows = V // members
+    large = (len(whole_registers(C)), C, K)
+    factors = [(C, K), (C, K), (len(IN_REGISTERS), C, K), large]
+    products = [(C, V), (2, rows, LANES), *[(2, C, LANES)] * 2]
+    return [(rows, K), *factors, *products, (3, C, K), (C, max(K, V)), (4, C, K)]
 
 
 def backward_kernel(*refs, precision):
     refs, passes = Refs(*refs), PASSES[precision]
-    heads = heads_of(refs.d_final, members=refs.X.shape[-2] // C)
+    C = refs.X.shape[-2]
+    heads = heads_of(refs.d_final, members=LANES // C)
     n = pl.program_id(2)
 
     @pl.when(n == 0)
@@ -109,7 +111,7 @@ def backward_kernel(*refs, precision):
             for start in range(0, C, NEAR_TILE)
         ]
         levels = in_step(large_levels(refs, head, passes) for head in heads)
-        count = len(WHOLE_REGISTERS) * len(heads)
+        count = len(whole_registers(C)) * len(heads)
         spread(levels, count, near, start=count // 2 if passes.single else 0)
 
     @phase(2)
@@ -134,26 +136,25 @@ def load(refs, head, tile=slice(None)):
 
 def solve(refs, head, passes):
     """The tree, dz, and the gradients of all pairs."""
-    n, (V, K), lanes = head.n, refs.d_state.shape[1:], head.lanes
+    n, V, K, lanes = head.n, refs.dz.shape[2], refs.P.shape[2], head.lanes
     build_tree(refs, head, passes)
     do, dS = read(refs.do, head, V), refs.d_state[n]
-    refs.turned[n, 0] = do.T
-    refs.shared[n, :, :V] = f32(refs.vn[head.at]).T
+    refs.turned[n, 0] = lanes.turned(do)
+    refs.shared[n, :, :V] = lanes.turned(f32(refs.vn[head.at]))
     kg = read(refs.k, head, K) * refs.U[n]
-    # Residuals of members stand one below the other.
-    dvn = lanes.chosen(unstacked(passes.dot(f32(refs.Aqk[head.at]), do), lanes.MEMBERS))
-    refs.dz[n] = dvn + passes.dot(kg, dS, transpose_b=True)
+    dvn = passes.dot(f32(refs.Aqk[head.at]), weights(lanes, passes, do))
+    from_state = passes.dot(kg, weights(lanes, passes, dS), transpose_b=True)
+    refs.dz[n] = dvn + from_state
     yield
-    dz = passes.dot(f32(refs.X[head.at]), refs.dz[n])
-    dz = lanes.chosen(unstacked(dz, lanes.MEMBERS))
+    dz = passes.dot(f32(refs.X[head.at]), weights(lanes, passes, refs.dz[n]))
     write(refs.dv, head, dz * read(refs.w, head, V))
     write(refs.dw, head, dz * read(refs.v, head, V))
     refs.dz[n] = -dz  # from here on
-    refs.turned[n, 1] = -dz.T
+    refs.turned[n, 1] = -lanes.turned(dz)
     yield
     both = jnp.concatenate([do, refs.dz[n]])
-    for i, x in enumerate(lanes.pairs_by_values(passes, both, f32(refs.vn[head.at]))):
-        refs.pairs[n, 0, i], refs.pairs[n, 1, i] = x[:C], x[C:]
+    pairs = passes.dot(both, weights(lanes, passes, f32(refs.vn[head.at])))
+    refs.pairs[n, 0], refs.pairs[n, 1] = pairs[: len(do)], pairs[len(do) :]
 
 
 def build_tree(refs, head, passes):
@@ -165,7 +166,7 @@ def build_tree(refs, head, passes):
         P, U = tree.doubling_in_registers(P, U, h)
     if passes.exact:
         P, U = tree.from_sums(g)
-    for level, h in enumerate(WHOLE_REGISTERS):
+    for level, h in enumerate(whole_registers(len(g))):
         refs.large[n, level] = tiles.weave(tiles.earlier(U, h), tiles.later(P, h), h)
         P, U = tree.doubling(P, U, h)
     refs.P[n], refs.U[n] = P, U
@@ -176,30 +177,21 @@ def build_tree(refs, head, passes):
 
 def start_from_state(refs, head, passes):
     """Generator. What dq, d(b*k), dk get through the state; dv and dw."""
-    n, V = head.n, refs.d_state.shape[1]
+    n, lanes, (C, V) = head.n, head.lanes, refs.dz.shape[1:]
     P, U, dz = refs.P[n], refs.U[n], refs.dz[n]
     both = jnp.concatenate([read(refs.do, head, V), dz])
-    from_state = passes.dot(both, f32(refs.entering[head.at]))
+    from_state = passes.dot(both, weights(lanes, passes, f32(refs.entering[head.at])))
     refs.so_far[n, 0], refs.so_far[n, 1] = from_state[:C] * P, from_state[C:] * P
-    for i, member in both_of_members(head):
-        x = refs.pairs[n, i, member]
-        refs.turned_pairs[n, i, member] = head.lanes.turned(i, member, x)
-    refs.so_far[n, 2] = passes.dot(refs.shared[n, :, :V], refs.d_state[n]) * U
+    for i in range(2):
+        refs.turned_pairs[n, i] = lanes.turned(refs.pairs[n, i])
+    dS = weights(lanes, passes, refs.d_state[n])
+    refs.so_far[n, 2] = passes.dot(refs.shared[n, :, :V], dS) * U
     yield
 
 
-def both_of_members(head):
-    """Places of dAqk, then dA, of all members."""
-    return itertools.product(range(2), range(head.lanes.MEMBERS))
-
-
-def by_member(head, of):
-    """[dAqk of each member], [dA of each member], of(place) each."""
-    return [[of((i, m)) for m in range(head.lanes.MEMBERS)] for i in range(2)]
-
-
-def blocks_of(pairs, head, at, turned=False):
-    return head.lanes.pack_blocks(*at, pairs[(head.n, *at)], turned)
+def both_of(ref, head):
+    """dAqk, dA"""
+    return ref[head.n, 0], ref[head.n, 1]
 
 
 def large_levels(refs, head, passes):
@@ -207,16 +199,14 @@ def large_levels(refs, head, passes):
     n, K = head.n, refs.d_state.shape[2]
     q, k, b = load(refs, head)
     bk = b * k
-    pairs = head.lanes.each_level(
-        passes, lambda: by_member(head, lambda at: refs.pairs[(n, *at)])
-    )
+    pairs = [passes.split(x) for x in both_of(refs.pairs, head)]
     sums = tuple(refs.so_far[n, i] for i in range(3))
     owed = first_row_of(refs, head)
-    for level, h in reversed(list(enumerate(WHOLE_REGISTERS))):
+    for level, h in reversed(list(enumerate(whole_registers(len(q))))):
         owed = levels_back.owed_over_halves(q, k, bk, sums, owed, h)
-        turned = by_member(head, lambda at: refs.turned_pairs[(n, *at)])
+        turned = both_of(refs.turned_pairs, head)
         sums = levels_back.level(
-            q, k, bk, refs.large[n, level], pairs(), turned, sums, h, passes, head.lanes
+            q, k, bk, refs.large[n, level], pairs, turned, sums, h, passes, head.lanes
         )
         if level == 0:
             refs.shared[n, :, :K] = matrix(owed)
@@ -232,13 +222,18 @@ def first_row_of(refs, head):
     n, K = head.n, refs.d_state.shape[2]
     through = jnp.sum(refs.d_state[n] * f32(refs.entering[head.at]), 0, keepdims=True)
     first = rows((ROWS, K)) == 0
-    return registers(only(first, refs.P[n, C - 1 :] * through))
+    return registers(only(first, whole_decay(refs, head) * through))
+
+
+def whole_decay(refs, head):
+    """Of the chunk, (1, K)."""
+    C = refs.P.shape[1]
+    return refs.P[head.n, C - 1 :]
 
 
 def neighbours_to_gather(refs, head):
     """Packed blocks of which column t - 1 is, for row t: the diagonal, and level 1."""
-    packed = by_member(head, lambda at: blocks_of(refs.pairs, head, at))
-    dAqk, dA = (head.lanes.in_one_register(x) for x in packed)
+    dAqk, dA = (tiles.pack_blocks(x) for x in both_of(refs.pairs, head))
     odd = (rows(REGISTER) & int32(1)) != 0
     return roll_lanes(dAqk, -1), only(odd, dAqk), only(odd, dA)
 
@@ -248,14 +243,14 @@ def neighbours(refs, heads, gathered, at):
     row, K = rows(REGISTER), refs.d_state.shape[2]
     parts = [[] for _ in heads]
     for start in range(at.start, at.stop, ROWS):
-        before = int32(start - 1) + heads[0].lanes.further()
-        lanes = (row + before) & int32(C - 1)
+        before = int32(start - 1) + heads[0].lanes.first_lane()
+        lanes = (row + before) & int32(LANES - 1)
         # Heads inside: they share the pattern.
         for part, packed in zip(parts, gathered):
             part.append([tiles.lane_gather(x, lanes) for x in packed])
     for head, part in zip(heads, parts):
         own, of_q, of_bk = (
-            jnp.concatenate([jnp.concatenate(x)] * (K // C), 1) for x in zip(*part)
+            jnp.concatenate([jnp.concatenate(x)] * (K // LANES), 1) for x in zip(*part)
         )
         q, k, b = load(refs, head, at)
         a = jnp.exp(read(refs.g, head, K, at))
@@ -278,9 +273,9 @@ def small_levels(refs, head, passes):
     bk = b * k
     sums = tuple(refs.so_far[n, i] for i in range(3))
     owed = registers(refs.shared[n, :, :K])
-    packed = by_member(head, lambda at: passes.split(blocks_of(refs.pairs, head, at)))
-    turned = by_member(
-        head, lambda at: passes.split(blocks_of(refs.turned_pairs, head, at, True))
+    packed, turned = (
+        [passes.split(tiles.pack_blocks(x)) for x in both_of(ref, head)]
+        for ref in (refs.pairs, refs.turned_pairs)
     )
     for level, h in reversed(list(enumerate(IN_REGISTERS))):
         owed = levels_back.owed_in_registers(q, k, bk, sums, owed, h)
@@ -296,20 +291,19 @@ def small_levels(refs, head, passes):
             # The vector unit is busier here, and products fit between.
             leave_through_state(refs, head, passes)
     passed = refs.d_scale[head.at]
-    for start in range(0, C, TILE):
+    for start in range(0, len(q), TILE):
         passed += results(refs, head, slice(start, start + TILE))
         yield
     refs.d_scale[head.at] = passed
 
 
 def leave_through_state(refs, head, passes):
-    n = head.n
+    n, lanes = head.n, head.lanes
     q, k, b = load(refs, head)
     P = refs.P[n]
-    by_q = passes.dot(refs.turned[n, 0], q * P)
-    by_bk = passes.dot(refs.turned[n, 1], b * k * P)
-    through = head.lanes.on_diagonal(by_q + by_bk)
-    refs.d_state[n] = refs.d_state[n] * P[C - 1 :] + through
+    by_q = passes.dot(refs.turned[n, 0], weights(lanes, passes, q * P))
+    by_bk = passes.dot(refs.turned[n, 1], weights(lanes, passes, b * k * P))
+    refs.d_state[n] = refs.d_state[n] * whole_decay(refs, head) + (by_q + by_bk)
 
 
 def results(refs, head, at):

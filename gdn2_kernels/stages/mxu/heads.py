@@ -5,9 +5,7 @@ from typing import NamedTuple
 
 from jax.experimental import pallas as pl
 
-from gdn2_kernels.stages.mxu.alone import Alone
-from gdn2_kernels.stages.mxu.pair import Pair
-from gdn2_kernels.stages.mxu.tiles import C
+from gdn2_kernels.stages.mxu.lanes import Alone, Pair
 from gdn2_kernels.tile import f32, int32
 
 
@@ -18,16 +16,13 @@ class Head(NamedTuple):
     at: tuple  # (batch, head) within the blocks
     lanes: type  # Alone or Pair
 
-    def squares(self, ref):
-        """Where those of its members are in a block (batch, heads, members*C, C), or in
-        scratch (batch*heads, members*C, C).
-        """
-        at = self.at if len(ref.shape) == 4 else (self.n,)
-        return [(*at, slice(i * C, (i + 1) * C)) for i in range(self.lanes.MEMBERS)]
+    def place(self, ref):
+        """In a block (batch, heads, ..), or in scratch (batch*heads, ..)."""
+        return self.at if len(ref.shape) == 4 else (self.n,)
 
 
 def heads_of(states, members=1):
-    """All heads of a block of states (batch, heads, ..): groups, of so many members."""
+    """All heads of a block of states (batch, heads, ..), each of so many members."""
     batch, heads = states.shape[:2]
     places = itertools.product(range(batch), range(heads))
     lanes = {1: Alone, 2: Pair}[members]

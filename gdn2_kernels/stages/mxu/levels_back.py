@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from gdn2_kernels.stages.mxu import tiles
+from gdn2_kernels.stages.mxu.lanes import weights
+from gdn2_kernels.stages.mxu.passes import woven_parts
 from gdn2_kernels.stages.mxu.tiles import (
     REGISTER,
     ROWS,
-    C,
     earlier,
     later,
     matrix,
@@ -43,20 +44,35 @@ def owed_over_halves(q, k, bk, sums, owed, h):
 
 
 def level(q, k, bk, factors, pairs, turned, sums, h, passes, lanes):
-    """`sums` with level h >= 8 added. pairs: dAqk, dA as `lanes.read` takes them; turned:
-    their transposes, as `lanes.written` does.
+    """`sums` with level h >= 8 added. pairs: parts of dAqk, of dA; turned: their
+    transposes.
     """
     dq, d_bk, dk = sums
     P, U = later(factors, h), earlier(factors, h)
     q_P, bk_P, k_U = later(q, h) * P, later(bk, h) * P, earlier(k, h) * U
+    half = len(k_U)
+    in_early, in_late = tiles.halves_of_block(2 * half, h)
 
-    read = lanes.read(passes, pairs, k_U, h)
-    written = lanes.written(passes, turned, bk_P, q_P, h)
+    # Rows: later queries. Columns: earlier keys.
+    both = [
+        passes.pack_parts([later(x, h) for x in parts], in_early, in_late, h)
+        for parts in pairs
+    ]
+    keys = weights(lanes, passes, woven_parts(passes, k_U, k_U, h))
+    read = passes.packed_dot(jnp.concatenate(both), keys)
+
+    # Rows: earlier keys. Columns: later queries, q in the later half, b*k moved to the
+    # earlier one.
+    dAqk, dA = turned
+    moved = only(in_early, roll_lanes(earlier(dA, h), -h))
+    both = jnp.where(in_late, earlier(dAqk, h), moved)
+    queries = weights(lanes, passes, woven_parts(passes, bk_P, q_P, h))
+    written = passes.dot(both, queries)
 
     def add_later(x, y):
         return weave(earlier(x, h), later(x, h) + y, h)
 
-    dq, d_bk = add_later(dq, read[: C // 2] * P), add_later(d_bk, read[C // 2 :] * P)
+    dq, d_bk = add_later(dq, read[:half] * P), add_later(d_bk, read[half:] * P)
     return dq, d_bk, weave(earlier(dk, h) + written * U, later(dk, h), h)
 
 
@@ -71,8 +87,8 @@ def owed_in_registers(q, k, bk, sums, owed, h):
 
 
 def level_in_registers(q, k, bk, factors, packed, turned, sums, h, passes, lanes):
-    """`sums` with level h < 8 added. packed, turned: dAqk and dA, their transposes, by
-    member, parts of 8 x 8 blocks.
+    """`sums` with level h < 8 added. packed: 8 x 8 blocks, parts of dAqk, of dA; turned:
+    of their transposes.
     """
     dq, d_bk, dk = sums
     factors = registers(factors)
@@ -89,18 +105,16 @@ def level_in_registers(q, k, bk, factors, packed, turned, sums, h, passes, lanes
     late_row = (row & int32(h)) != 0
 
     # Rows: later ones q's, earlier ones (of the same block) those of b*k.
-    both = [
-        [jnp.where(late_row, x, roll_rows(y, -h)) for x, y in zip(dAqk, dA)]
-        for dAqk, dA in zip(*packed)
-    ]
-    read = lanes.read_in_registers(passes, both, keys, in_early, in_late, h)
+    both = [jnp.where(late_row, x, roll_rows(y, -h)) for x, y in zip(*packed)]
+    both = passes.pack_parts(both, in_early, in_late, h)
+    keys = keys + roll_rows(keys, h) if passes.packs else keys
+    read = passes.blocks_dot(both, keys, lanes)
 
     both = [
-        [
-            jnp.where(in_late, x, only(in_early, roll_lanes(y, -h)))
-            for x, y in zip(dAqk, dA)
-        ]
-        for dAqk, dA in zip(*turned)
+        jnp.where(in_late, x, only(in_early, roll_lanes(y, -h)))
+        for x, y in zip(*turned)
     ]
-    written = lanes.written_in_registers(passes, both, queries, late_row, h)
+    both = passes.stack_parts(both, late_row, h)
+    written = passes.blocks_dot(both, queries, lanes)
+    written = written + roll_rows(written, -h) if passes.packs else written
     return dq + read * P, d_bk + roll_rows(read, h) * P, dk + written * U

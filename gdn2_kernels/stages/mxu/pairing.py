@@ -1,22 +1,23 @@
-"""Heads of 64 channels as kernels see them: two of them count as one head of 128.
+"""Heads of 64 channels as kernels see them: two of them count as one head of 128, whose
+chunks have 64 tokens.
 
-Tokens (B, L, H, 64) lie in memory as (B, L, H/2, 128) do. Nothing is copied, and no lane
-is empty.
+Tokens (B, L, H, 64) lie in memory as (B, L, H/2, 128) do, states (B, H, 64, 64) as
+(B, H/2, 128, 64). Nothing is copied, and no lane is empty.
 """
 
 import jax.numpy as jnp
 
-from gdn2_kernels.stages.mxu.pair import HALF, Pair
+from gdn2_kernels.stages.mxu.lanes import HALF, Pair
 
 MEMBERS = Pair.MEMBERS
 
 
 def fit(q, v, chunk_size):
-    """Are there heads to pair up? Not with other chunks than those of the fast kernels,
-    and not a single one: with a head of zeros beside it it would be slower.
+    """Are there heads to pair up? Not where chunks of another size are asked for, and not
+    a single head: with a head of zeros beside it it would be slower.
     """
-    whole_chunks = chunk_size in (None, 128)
-    return whole_chunks and q.shape[-1] == v.shape[-1] == HALF and q.shape[2] > 1
+    chunks = chunk_size in (None, HALF)
+    return chunks and q.shape[-1] == v.shape[-1] == HALF and q.shape[2] > 1
 
 
 def _even(x, axis):
@@ -39,15 +40,12 @@ def tokens_out(x, H):
 
 
 def state_in(state):
-    """(B, H, 64, 64) -> (B, H/2, 128, 128), zeros between the two of a pair."""
+    """(B, H, 64, 64) -> (B, H/2, 128, 64)."""
     state = _even(state, 1)
-    first, second = state[:, ::2], state[:, 1::2]
-    none = jnp.zeros_like(first)
-    return jnp.block([[first, none], [none, second]])
+    B, H, K, V = state.shape
+    return state.reshape(B, H // MEMBERS, MEMBERS * K, V)
 
 
 def state_out(state, H):
     """Inverse of `state_in`."""
-    first, second = state[:, :, :HALF, :HALF], state[:, :, HALF:, HALF:]
-    both = jnp.stack([first, second], 2)
-    return both.reshape(state.shape[0], -1, HALF, HALF)[:, :H]
+    return state.reshape(state.shape[0], -1, HALF, HALF)[:, :H]

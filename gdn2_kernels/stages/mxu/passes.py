@@ -59,10 +59,10 @@ class Unsplit:
     def stack_parts(x, late_row, by):
         return only(~late_row, x[0])
 
-    def blocks_dot(self, packed, b):
-        """Blocks on the diagonal, packed, by b (C, D)."""
-        (packed,) = parts(self, packed)
-        return self.product(tiles.unpack_blocks(packed), b)
+    def blocks_dot(self, packed, b, lanes):
+        """8 x 8 blocks on the diagonal, packed, by b (C, D)."""
+        blocks = tiles.unpack_blocks(packed, len(b))
+        return self.product(blocks, lanes.weights(b))
 
 
 class Split:
@@ -122,12 +122,11 @@ class Split:
         return jnp.where(late_row, roll_rows(low, by), high)
 
     @staticmethod
-    def blocks_dot(packed, b):
-        """Blocks on the diagonal by b (C, D): as `stack_parts` or `pack_parts` made them,
-        or their parts.
+    def blocks_dot(packed, b, lanes):
+        """8 x 8 blocks on the diagonal by b (C, D), as `stack_parts` or `pack_parts` made
+        them.
         """
-        packed = packed if isinstance(packed, tuple) else (packed,)
-        return tiles.blocks_dot(packed, Split.split(b), one_pass)
+        return lanes.small_blocks_dot(one_pass, packed, Split.split(b))
 
 
 def parts(passes, x):

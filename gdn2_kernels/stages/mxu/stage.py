@@ -16,10 +16,11 @@ from gdn2_kernels.stages.launch import (
 )
 from gdn2_kernels.stages.mxu import backward as fast_backward
 from gdn2_kernels.stages.mxu import forward as fast_forward
-from gdn2_kernels.stages.mxu import pairing, plain_kernels, tiles
+from gdn2_kernels.stages.mxu import pairing, plain_kernels
+from gdn2_kernels.stages.mxu.tiles import LANES
 from gdn2_kernels.stages.views import check, refusal
 
-CHUNK_SIZE = tiles.C  # of the fast kernels: a chunk fills a matrix unit
+CHUNK_SIZE = LANES  # of the fast kernels: tokens of a chunk fill a register
 SMALLEST_CHUNK = 16
 VMEM_BUDGET = 36 * 2**20  # for blocks and scratch; the compiler's own comes on top
 VMEM_LIMIT = 100 * 2**20  # what a kernel may use in all
@@ -94,8 +95,8 @@ def launch_one(name, options, inputs, outputs):
     dtype), ..
     """
     dims = options.dims
-    kernel = (FAST if dims.C == CHUNK_SIZE else PLAIN)[name]
-    scratch = kernel.scratch(dims.C, dims.K, dims.V, options.members)
+    kernel = (FAST if dims.members * dims.C == CHUNK_SIZE else PLAIN)[name]
+    scratch = kernel.scratch(dims.C, dims.K, dims.V, dims.members)
     arrays = [(kind, x.dtype) for kind, x in inputs] + outputs
     batch, heads = heads_at_once(dims.B, dims.H, most_heads(options, arrays, scratch))
     body = functools.partial(kernel.body, precision=options.precision)
@@ -113,7 +114,7 @@ def launch_one(name, options, inputs, outputs):
         in_order=True,
         backwards=name == "backward",
         vmem_limit=VMEM_LIMIT,
-        name=f"gdn2_mxu_{name}" + ("_pairs" if options.members > 1 else ""),
+        name=f"gdn2_mxu_{name}" + ("_pairs" if dims.members > 1 else ""),
         flops=flops(dims) * (2 if name == "backward" else 1),
         exps=dims.C * dims.K,
     )
@@ -123,9 +124,10 @@ def flops(dims):
     """Of the forward launch, one chunk of one head; the backward one has about twice as
     many.
     """
-    _, _, _, C, K, V = dims
+    C, K, V, members = dims[3:]
     levels = C.bit_length() - 1
-    return 6 * C * K * V + 4 * C**2 * V + levels * (C**2 * K + 2 * C**3)
+    of_inverse = levels * 2 * C**3 * members
+    return 6 * C * K * V // members + 4 * C**2 * V + levels * C**2 * K + of_inverse
 
 
 # ------------------------------------------------------ forward and backward
@@ -136,15 +138,14 @@ class Residuals(NamedTuple):
     precision "default", whose products round them anyway.
     """
 
-    X: jax.Array  # (B, H, N, members*C, C), transposed
-    Aqk: jax.Array  # (B, H, N, members*C, C), transposed
+    # Of members, each has half of the columns, and half of the rows of vn and entering.
+    X: jax.Array  # (B, H, N, C, C), transposed
+    Aqk: jax.Array  # (B, H, N, C, C), transposed
     vn: jax.Array  # (B, H, N, V, C), transposed
     entering: jax.Array  # (B, H, N, V, K) state entering each chunk
 
 
-def kinds_of_residuals(options):
-    squares = {1: "square", 2: "two squares"}[options.members]
-    return squares, squares, "turned values", "state"
+RESIDUALS = ("square", "square", "turned values", "state")
 
 
 def kept_dtype(options):
@@ -160,7 +161,7 @@ def forward(q, k, v, g, b, w, scale, initial_state, options, keep=True):
     outputs = [("values", v.dtype), ("head", jnp.float32)]
     if not keep:
         return launch_one("forward_only", options, inputs, outputs), None
-    outputs += [(kind, kept_dtype(options)) for kind in kinds_of_residuals(options)]
+    outputs += [(kind, kept_dtype(options)) for kind in RESIDUALS]
     o, final, *residuals = launch_one("forward", options, inputs, outputs)
     return (o, final), Residuals(*residuals)
 
@@ -169,7 +170,7 @@ def backward(inputs, residuals, do, d_final_state, options):
     """One launch. Returns: gradients of the six inputs, scale and the initial state."""
     *six, scale = inputs
     arrays = [("number", scale), *zip(KINDS, six)]
-    arrays += zip(kinds_of_residuals(options), residuals)
+    arrays += zip(RESIDUALS, residuals)
     arrays += [("values", do), ("head", d_final_state)]
     outputs = [(kind, x.dtype) for kind, x in zip(KINDS, six)]
     outputs += [("head", jnp.float32), ("head rows", jnp.float32)]
@@ -205,10 +206,11 @@ def serves(q, v, chunk_size) -> bool:
 def mxu(q, k, v, g, b, w, scale, initial_state, *, precision, chunk_size, interpret):
     """Pairwise decay on the matrix unit. Shapes and contract as `gdn2`.
 
-    chunk_size: None or 128 for the fast kernels; 16, 32 or 64 for their plain twins.
-    Heads with K = V = 64 are computed two at a time in the fast kernels (`pairing`), and
-    two neighbours of one sequence share an inverse (`inverse`): numbers have to be
-    finite, or what is not reaches the neighbour.
+    chunk_size: None for the fast kernels, whose chunks have 128 tokens, or 64 where heads
+    with K = V = 64 are computed two at a time (`pairing`); these may be asked for, too.
+    Others, 16 .. 64, are for their plain twins. Two heads of a pair, and two neighbours of
+    one sequence, which share an inverse (`inverse`), do not mix; but their numbers have
+    to be finite, or what is not reaches the neighbour.
 
     Raises:
       ValueError: K or V not a multiple of 8 up to 256, float64 inputs, a chunk size
@@ -219,9 +221,10 @@ def mxu(q, k, v, g, b, w, scale, initial_state, *, precision, chunk_size, interp
     if pairing.fit(q, v, chunk_size):
         tokens, members = [pairing.tokens_in(x) for x in tokens], pairing.MEMBERS
         initial_state = pairing.state_in(initial_state)
+    usual = CHUNK_SIZE // members
     options = Options.of(
         tokens[0], tokens[2], precision, chunk_size, interpret,
-        smallest=CHUNK_SIZE, usual=CHUNK_SIZE, members=members,
+        smallest=usual, usual=usual, members=members,
     )  # fmt: skip
     scale = scale.astype(jnp.float32).reshape(1, 1)
 

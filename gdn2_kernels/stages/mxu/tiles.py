@@ -4,8 +4,10 @@ Three forms of the rows of a chunk, at a level h of the tree: all of them; the e
 the later half of every block of 2h (`earlier`, `later`, undone by `weave`), which moves
 nothing when h >= 8; within registers, for h < 8, by rotating the rows of each register.
 
-A (C, C) matrix of which only the 8 x 8 blocks on the diagonal matter is packed into one
-register: block t in lanes 8t .. 8t+7.
+A matrix of pairs of tokens, (C, 128), is (C, C) of one head, or (C, C) each of 128/C heads
+side by side in the lanes: its *members*. Where only the 8 x 8 blocks on the diagonals of
+its members matter, it is packed into one register: the blocks of rows 8t .. 8t+7 in the
+lanes that they have anyway.
 """
 
 import jax.numpy as jnp
@@ -15,8 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from gdn2_kernels.tile import columns, int32, only, rows
 
 ROWS = 8  # of a register
-C = 128  # tokens of a chunk of the fast kernels, and lanes of a register
-REGISTER = (ROWS, C)
+LANES = 128
+REGISTER = (ROWS, LANES)
 
 
 def earlier(x, h):
@@ -47,12 +49,6 @@ def matrix(x):
     return x.reshape(-1, x.shape[-1])
 
 
-def unstacked(x, members):
-    """Rows for each member, one after the other."""
-    n = x.shape[0] // members
-    return [x[i * n : (i + 1) * n] for i in range(members)]
-
-
 def roll_lanes(x, by):
     """Column c holds column c - by, around the end."""
     return pltpu.roll(x, int32(by % x.shape[1]), 1)
@@ -80,13 +76,19 @@ def choose_rows(h, late, early):
     return matrix(jnp.where(in_later_rows(late, h), late, early))
 
 
-def halves_of_block(h):
-    """Masks (C/2, C), rows as `earlier` or `later` leave them: the columns of the earlier
-    and of the later half of a row's block of 2h.
+def token_of_lane(shape, C):
+    """The column of each element within its member."""
+    return columns(shape) & int32(C - 1)
+
+
+def halves_of_block(C, h):
+    """Masks (C/2, 128), rows as `earlier` or `later` leave them: the columns of the
+    earlier and of the later half of a row's block of 2h.
     """
+    shape = (C // 2, LANES)
     shift = int32(h.bit_length() - 1)  # not //, which asks what chip it is for
-    block = rows((C // 2, C)) >> shift
-    half = columns((C // 2, C)) >> shift
+    block = rows(shape) >> shift
+    half = token_of_lane(shape, C) >> shift
     return half == 2 * block, half == 2 * block + 1
 
 
@@ -101,8 +103,8 @@ def upside_down(x):
     return jnp.concatenate([x[i : i + ROWS] for i in starts])
 
 
-def mirrored(x):
-    """(R, C) with its groups of eight columns in reverse order."""
+def mirrored(x, C):
+    """(R, 128) with the groups of eight columns of each member in reverse order."""
     lanes = columns(REGISTER) ^ int32(C - ROWS)
     starts = range(0, len(x), ROWS)
     return jnp.concatenate([lane_gather(x[i : i + ROWS], lanes) for i in starts])
@@ -112,8 +114,8 @@ def mirrored(x):
 
 
 def _merge(tiles, bit=ROWS):
-    """(8, 128) whose lanes 8t .. 8t+7 come from the t-th of 16 registers; with `bit` 16,
-    16t .. 16t+15 from the t-th of 8.
+    """(8, 128) whose lanes 8t .. 8t+7 (of each member) come from the t-th register; with
+    `bit` 16, lanes 16t .. 16t+15.
     """
     lane = columns(REGISTER)
     while len(tiles) > 1:
@@ -124,47 +126,42 @@ def _merge(tiles, bit=ROWS):
 
 
 def pack_blocks(x):
-    """(C, C) -> (8, C): its blocks on the diagonal."""
-    return _merge([x[i : i + ROWS] for i in range(0, C, ROWS)])
+    """(C, 128) -> (8, 128): blocks on the diagonal."""
+    return _merge([x[i : i + ROWS] for i in range(0, len(x), ROWS)])
 
 
 def pack_level(x):
-    """(C/2, C), level h = 8: the block of each register in lanes 16t .. 16t+7."""
-    return _merge([x[i : i + ROWS] for i in range(0, C // 2, ROWS)], bit=2 * ROWS)
+    """(C/2, 128), level h = 8: the block of each register in lanes 16t .. 16t+7."""
+    starts = range(0, len(x), ROWS)
+    return _merge([x[i : i + ROWS] for i in starts], bit=2 * ROWS)
 
 
-def unpack_blocks(packed):
-    """(8, C) -> (C, C), zeros outside the blocks."""
-    block = columns(REGISTER) >> int32(3)
+def unpack_blocks(packed, C):
+    """(8, 128) -> (C, 128), zeros outside the blocks."""
+    block = token_of_lane(REGISTER, C) >> int32(3)
     return jnp.concatenate([only(block == t, packed) for t in range(C // ROWS)])
 
 
-def pack_row_sums(x):
-    """(C, D) -> (8, C): sum over row r of register t in lanes 8t .. 8t+7 of row r."""
-    sums = jnp.sum(x, 1, keepdims=True)
-    tiles = [sums[i : i + ROWS] for i in range(0, C, ROWS)]
-    return _merge([jnp.broadcast_to(s, REGISTER) for s in tiles])
+def pack_row_sums(of_members, chosen):
+    """(C, D) of each member -> (8, 128): sum over row r of register t in lanes
+    8t .. 8t+7 of row r. chosen: of registers, one for each member, the lanes of each.
+    """
+    sums = [jnp.sum(x, 1, keepdims=True) for x in of_members]
+    starts = range(0, len(of_members[0]), ROWS)
+    return _merge([
+        chosen([jnp.broadcast_to(s[i : i + ROWS], REGISTER) for s in sums])
+        for i in starts
+    ])
 
 
-def blocks_dot(left_parts, parts, product):
-    """Block diagonal matrix, the sum of its packed parts, times the parts of a (C, D)
-    matrix: high and low of that stand in one contraction, 64 tokens to a pass.
+def blocks_of_halves(packed):
+    """Of 16 blocks the first eight, as (64, 128), in the left and in the right half of
+    the lanes; and the last eight.
     """
     lane = columns(REGISTER)
-    block = (lane & int32(63)) >> int32(3)
-    halves = [[], []]
-    for packed in left_parts:
-        turned = roll_lanes(packed, 64)
-        halves[0].append(jnp.where(lane < 64, packed, turned))
-        halves[1].append(jnp.where(lane < 64, turned, packed))
-    results = []
-    for half, start in zip(halves, (0, 64)):
-        left = jnp.concatenate([only(block == t, x) for x in half for t in range(8)])
-        right = jnp.concatenate([part[start : start + 64] for part in parts])
-        by_part = product(left, right)
-        first, *others = (by_part[i : i + 64] for i in range(0, len(left), 64))
-        results.append(sum(others, first))
-    return jnp.concatenate(results)
+    turned = roll_lanes(packed, 64)
+    twice = jnp.where(lane < 64, packed, turned), jnp.where(lane < 64, turned, packed)
+    return [unpack_blocks(x, 64) for x in twice]
 
 
 def lane_gather(x, lanes):
