@@ -60,8 +60,11 @@ class Alone:
         whose contraction holds the high and the low part of them.
         """
         return jnp.concatenate([
-            product(left, jnp.concatenate([x[start : start + 64] for x in parts]))
-            for left, start in zip(tiles.blocks_of_halves(packed), (0, 64))
+            product(
+                tiles.unpack_blocks(half, HALF),
+                jnp.concatenate([x[start : start + HALF] for x in parts]),
+            )
+            for half, start in zip(tiles.halves_twice(packed), (0, HALF))
         ])
 
 
@@ -95,7 +98,8 @@ class Pair:
 
     @staticmethod
     def small_blocks_dot(product, packed, parts):
-        left = jnp.concatenate(tiles.blocks_of_halves(packed))
+        halves = tiles.halves_twice(packed)
+        left = jnp.concatenate([tiles.unpack_blocks(x, HALF) for x in halves])
         both = product(left, jnp.concatenate(parts))
         return Pair.chosen([both[:HALF], both[HALF:]])
 

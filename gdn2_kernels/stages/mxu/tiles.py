@@ -154,14 +154,13 @@ def pack_row_sums(of_members, chosen):
     ])
 
 
-def blocks_of_halves(packed):
-    """Of 16 blocks the first eight, as (64, 128), in the left and in the right half of
-    the lanes; and the last eight.
+def halves_twice(packed):
+    """Of 16 blocks the first eight in the left and in the right half of the lanes, and
+    the last eight.
     """
     lane = columns(REGISTER)
     turned = roll_lanes(packed, 64)
-    twice = jnp.where(lane < 64, packed, turned), jnp.where(lane < 64, turned, packed)
-    return [unpack_blocks(x, 64) for x in twice]
+    return jnp.where(lane < 64, packed, turned), jnp.where(lane < 64, turned, packed)
 
 
 def lane_gather(x, lanes):
