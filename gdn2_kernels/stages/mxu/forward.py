@@ -271,8 +271,8 @@ def outputs(refs, head, passes):
         refs.vn[head.at] = vn.astype(refs.vn.dtype)
     vn = passes.split(vn)
     o = passes.dot(vn, weights(lanes, passes, Aqk))
+    yield
+    write(refs.o, head, refs.o_state[head.n] + lanes.turned(o))
     kg = read(refs.k, head, K) * refs.U[head.n]
     decayed = refs.state[head.n] * refs.P[head.n, len(kg) - 1 :]
     refs.state[head.n] = decayed + passes.dot(vn, weights(lanes, passes, kg))
-    yield
-    write(refs.o, head, refs.o_state[head.n] + lanes.turned(o))
