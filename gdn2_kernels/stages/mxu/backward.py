@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from gdn2_kernels.stages.mxu import levels_back, tiles, tree
 from gdn2_kernels.stages.mxu.forward import IN_REGISTERS, whole_registers
 from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, spread, write
-from gdn2_kernels.stages.mxu.lanes import weights
+from gdn2_kernels.stages.mxu.lanes import is_brief, turned_operand, weights
 from gdn2_kernels.stages.mxu.passes import PASSES
 from gdn2_kernels.stages.mxu.tiles import (
     LANES,
@@ -88,6 +88,7 @@ def backward_kernel(*refs, precision):
     refs, passes = Refs(*refs), PASSES[precision]
     C = refs.X.shape[-2]
     heads = heads_of(refs.d_final, members=LANES // C)
+    brief = is_brief(heads[0].lanes, passes)
     n = pl.program_id(2)
 
     @pl.when(n == 0)
@@ -100,7 +101,7 @@ def backward_kernel(*refs, precision):
     def _():
         side_by_side(solve(refs, head, passes) for head in heads)
 
-    @phase(1)
+    @phase(1, apart=not brief)
     def _():
         side_by_side(start_from_state(refs, head, passes) for head in heads)
         gathered = [neighbours_to_gather(refs, head) for head in heads]
@@ -112,9 +113,10 @@ def backward_kernel(*refs, precision):
         ]
         levels = in_step(large_levels(refs, head, passes) for head in heads)
         count = len(whole_registers(C)) * len(heads)
-        spread(levels, count, near, start=count // 2 if passes.single else 0)
+        late = passes.single and not brief
+        spread(levels, count, near, start=count // 2 if late else 0)
 
-    @phase(2)
+    @phase(2, apart=not brief)
     def _():
         side_by_side(small_levels(refs, head, passes) for head in heads)
 
@@ -140,7 +142,7 @@ def solve(refs, head, passes):
     build_tree(refs, head, passes)
     do, dS = read(refs.do, head, V), refs.d_state[n]
     refs.turned[n, 0] = lanes.turned(do)
-    refs.shared[n, :, :V] = lanes.turned(f32(refs.vn[head.at]))
+    refs.shared[n, :, :V] = turned_operand(lanes, passes, f32(refs.vn[head.at]))
     kg = read(refs.k, head, K) * refs.U[n]
     dvn = passes.dot(f32(refs.Aqk[head.at]), weights(lanes, passes, do))
     from_state = passes.dot(kg, weights(lanes, passes, dS), transpose_b=True)
@@ -182,8 +184,8 @@ def start_from_state(refs, head, passes):
     both = jnp.concatenate([read(refs.do, head, V), dz])
     from_state = passes.dot(both, weights(lanes, passes, f32(refs.entering[head.at])))
     refs.so_far[n, 0], refs.so_far[n, 1] = from_state[:C] * P, from_state[C:] * P
-    for i in range(2):
-        refs.turned_pairs[n, i] = lanes.turned(refs.pairs[n, i])
+    for i, x in enumerate(turned_pairs(refs, head, passes)):
+        refs.turned_pairs[n, i] = x
     dS = weights(lanes, passes, refs.d_state[n])
     refs.so_far[n, 2] = passes.dot(refs.shared[n, :, :V], dS) * U
     yield
@@ -192,6 +194,16 @@ def start_from_state(refs, head, passes):
 def both_of(ref, head):
     """dAqk, dA"""
     return ref[head.n, 0], ref[head.n, 1]
+
+
+def turned_pairs(refs, head, passes):
+    n, lanes, V = head.n, head.lanes, refs.dz.shape[2]
+    for i in range(2):
+        if is_brief(lanes, passes):  # made anew, see `lanes`
+            of_all = weights(lanes, passes, refs.turned[n, i])
+            yield passes.dot(refs.shared[n, :, :V], of_all)
+        else:
+            yield lanes.turned(refs.pairs[n, i])
 
 
 def large_levels(refs, head, passes):

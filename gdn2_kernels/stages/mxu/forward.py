@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from gdn2_kernels.stages.mxu import tiles, tree
 from gdn2_kernels.stages.mxu.heads import heads_of, phase, read, spread, write
 from gdn2_kernels.stages.mxu.inverse import slots
-from gdn2_kernels.stages.mxu.lanes import weights
+from gdn2_kernels.stages.mxu.lanes import is_brief, weights
 from gdn2_kernels.stages.mxu.passes import PASSES, woven_parts
 from gdn2_kernels.stages.mxu.tiles import (
     LANES,
@@ -94,6 +94,7 @@ def forward_kernel(*refs, precision, keep=True, alone=False):
     C = refs.X.shape[-2]
     heads = heads_of(refs.initial, members=LANES // C)
     shared = slots(heads, passes, alone)
+    brief = is_brief(heads[0].lanes, passes)
     n = pl.program_id(2)
 
     @pl.when(n == 0)
@@ -107,20 +108,20 @@ def forward_kernel(*refs, precision, keep=True, alone=False):
             scores(refs, head, slot, passes) for slot in shared for head in slot.heads
         )
 
-    @phase(1)
+    @phase(1, apart=not brief)
     def _():
         steps = in_step(inverse(refs, slot, passes) for slot in shared)
         count = sum(steps_of_inverse(slot, C) for slot in shared)
-        near = [functools.partial(blocks_of_q, refs, head) for head in heads]
+        near = [functools.partial(blocks_of_q, refs, head, passes) for head in heads]
         if not passes.single:
             # First: the doubling begins with products that wait for each other.
             for of_head in near:
                 of_head()
             near = []
         # At one pass they do all the way: later, when states have been read.
-        spread(steps, count, near, start=count // 2)
+        spread(steps, count, near, start=5 * count // 8)
 
-    @phase(2)
+    @phase(2, apart=not brief)
     def _():
         side_by_side(outputs(refs, head, passes) for head in heads)
 
@@ -150,7 +151,8 @@ def scores(refs, head, slot, passes):
     A8 = level_1(bk, k, P, lanes)
     Aqk8 = jnp.zeros_like(A8)
     P, U = tree.first_doubling(P)
-    yield
+    if not is_brief(lanes, passes):
+        yield
     for h in IN_REGISTERS:
         of_q, of_bk, here = pairs_in_registers(q, k, bk, P, U, h, passes, lanes)
         Aqk8 = jnp.where(here, of_q, Aqk8)
@@ -184,14 +186,24 @@ def level_1(x, k, a, lanes):
     return only(here, roll_rows(sums, -1))  # to the key's row
 
 
-def blocks_of_q(refs, head):
+def diagonal(q, k, passes, lanes):
+    """Of Aqk, of 8 x 8 blocks, packed."""
+    here = rows(REGISTER) == (columns(REGISTER) & int32(7))
+    if is_brief(lanes, passes):
+        ones = lanes.weights(jnp.ones(q.shape, q.dtype))
+        sums = tiles.pack_blocks(passes.product(q * k, ones))
+    else:
+        sums = tiles.pack_row_sums(lanes.own(q * k), lanes.chosen)
+    return only(here, sums)
+
+
+def blocks_of_q(refs, head, passes):
     """What Aqk lacks: its 8 x 8 blocks, the diagonal and the levels h < 8."""
     K, lanes, at = refs.state.shape[2], head.lanes, head.place(refs.Aqk)
     q, k, _ = load(refs, head)
     near = level_1(q, k, jnp.exp(read(refs.g, head, K)), lanes)
-    diagonal = rows(REGISTER) == (columns(REGISTER) & int32(7))
-    own = only(diagonal, tiles.pack_row_sums(lanes.own(q * k), lanes.chosen))
-    blocks = tiles.unpack_blocks(refs.Aqk8[head.n] + near + own, len(q))
+    packed = refs.Aqk8[head.n] + near + diagonal(q, k, passes, lanes)
+    blocks = tiles.unpack_blocks(packed, len(q))
     refs.Aqk[at] = (f32(refs.Aqk[at]) + blocks).astype(refs.Aqk.dtype)
 
 

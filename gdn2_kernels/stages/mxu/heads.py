@@ -56,9 +56,13 @@ def spread(steps, count, others, start=0):
             done += 1
 
 
-def phase(number):
+def phase(number, apart=True):
     """A condition that always holds makes its body a block of its own: the compiler does
     not keep values of one phase in registers for the next, which would spill them.
+
+    apart: not so where phases are short, and the waits at their ends cost more.
     """
+    if not apart:
+        return lambda body: body()
     # Different for each phase, or neighbours would be merged.
     return pl.when(pl.program_id(2) > int32(-1 - number))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from gdn2_kernels.stages.mxu import tiles
 from gdn2_kernels.stages.mxu.tiles import LANES
-from gdn2_kernels.tile import columns, int32, only
+from gdn2_kernels.tile import columns, int32, only, rows
 
 HALF = LANES // 2  # lanes of a member
 
@@ -108,3 +108,22 @@ def weights(lanes, passes, x):
     """The parts of x, or parts, as the right operand of a product."""
     parts = x if isinstance(x, tuple) else passes.split(x)
     return tuple(lanes.weights(part) for part in parts)
+
+
+# At one pass a pair leaves the matrix unit time, and the cross-lane unit none: it turns
+# twice as many matrices for each token as of one head, and sums every row twice.
+
+
+def is_brief(lanes, passes):
+    """Is the head a pair at one pass? What is rearranged for it says why."""
+    return passes.single and lanes is Pair
+
+
+def turned_operand(lanes, passes, x):
+    """x turned (`lanes.turned`), for use as an operand of products."""
+    if not is_brief(lanes, passes):
+        return lanes.turned(x)
+    # By a product with ones: exact, for an operand of one pass is rounded anyway.
+    token = tiles.token_of_lane((HALF, LANES), HALF)
+    ones = (rows(token.shape) == token).astype(jnp.float32)
+    return passes.product(ones, lanes.weights(x), transpose_b=True)
