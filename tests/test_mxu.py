@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 import gdn2_kernels as gk
 from gdn2_kernels import tile, v5e
 from gdn2_kernels.stages import launch, views
-from gdn2_kernels.stages.mxu import heads, inverse, pairing, passes, plain, stage, tiles, tree
+from gdn2_kernels.stages.mxu import heads, inverse, lanes, pairing, passes, plain, stage, tiles, tree
 from helpers import GATES, NAMES, make, once, relative_error, rest_once, results, truth, wrong_signs, x64
 
 C = stage.CHUNK_SIZE
@@ -49,9 +49,9 @@ def _both(tokens, scale, state, do, d_state, options, twins, at_once):
     return *outputs, *gradients, d_initial, kept, d_scale
 
 
-def run(x, precision="high", *, N=2, twins=False, at_once=None, interpret=True, chunk_size=C, paired=False):
-    """Both launches on N chunks. twins: the plain kernels. at_once: (batch, heads) of a grid step. paired: two heads of
-    64 channels count as one of 128."""
+def run(x, precision="high", *, N=None, twins=False, at_once=None, interpret=True, chunk_size=C, paired=False):
+    """Both launches on N chunks, by default two of 128 tokens or what is as long. twins: the plain kernels. at_once:
+    (batch, heads) of a grid step. paired: two heads of 64 channels count as one of 128, in chunks of 64."""
     scale = jnp.full((1, 1), x[0][0].shape[-1] ** -0.5, jnp.float32)
     heads_before = x[0][0].shape[2]
     if paired:
@@ -61,15 +61,19 @@ def run(x, precision="high", *, N=2, twins=False, at_once=None, interpret=True, 
     inputs, state, do, d_state = x
     B, L, H, K = inputs[0].shape
     V = inputs[2].shape[-1]
-    dims = launch.Dims(B, H, N, chunk_size, views.padded(K), views.padded(V))
-    options = launch.Options(dims, precision, interpret, pairing.MEMBERS if paired else 1)
+    members = pairing.MEMBERS if paired else 1
+    chunk_size //= members
+    N = N or 2 * members
+    dims = launch.Dims(B, H, N, chunk_size, views.padded(K), views.padded(V), members)
+    options = launch.Options(dims, precision, interpret)
     *tokens, do = (views.tokens_in(jnp.asarray(a), N * chunk_size) for a in (*inputs, do))
-    state, d_state = (views.state_in(jnp.asarray(a)) for a in (state, d_state))
-    *found, kept, d_scale = _both(tokens, scale, state, do, d_state, options, twins, at_once)
+    whole, _ = launch.shape_and_block("head", dims)
+    states_in = [views.state_in(jnp.asarray(a), whole) for a in (state, d_state)]
+    *found, kept, d_scale = _both(tokens, scale, states_in[0], do, states_in[1], options, twins, at_once)
     named = {}
     for name, a in zip(NAMES, found, strict=True):
         D = V if name in ("o", "dv", "dw") else K
-        a = views.state_out(a, K, V) if "state" in name else views.tokens_out(a, L, H, D)
+        a = views.state_out(a, state.shape) if "state" in name else views.tokens_out(a, L, H, D)
         if paired:
             a = (pairing.state_out if "state" in name else pairing.tokens_out)(a, heads_before)
         named[name] = np.asarray(a)
@@ -233,22 +237,25 @@ def test_an_odd_number_of_heads_in_pairs():
 def test_which_heads_are_paired():
     inputs, state, *_ = make(150, 64, 64, B=1, H=3)
     q, _, v, *_ = inputs
-    assert pairing.fit(q, v, None) and pairing.fit(q, v, C) and not pairing.fit(q, v, 64)
+    assert pairing.fit(q, v, None) and pairing.fit(q, v, 64) and not pairing.fit(q, v, C)
     assert not pairing.fit(q[:, :, :1], v[:, :, :1], None)  # a head alone
     assert not pairing.fit(q, v[..., :32], None)
-    assert pairing.tokens_in(q).shape == (1, 150, 2, 128) and pairing.state_in(state).shape == (1, 2, 128, 128)
+    assert pairing.tokens_in(q).shape == (1, 150, 2, 128) and pairing.state_in(state).shape == (1, 2, 128, 64)
     assert np.array_equal(pairing.tokens_out(pairing.tokens_in(q), 3), q)
     assert np.array_equal(pairing.state_out(pairing.state_in(state), 3), state)
 
 
 @once
+@pytest.mark.parametrize("of", [lanes.Alone, lanes.Pair])
 @pytest.mark.parametrize("kind", [inverse.One, inverse.Two])
-def test_inverses_of_one_and_of_two_in_one_matrix(kind):
-    A = [np.tril(0.3 * numbers(C, C, seed=i), -1) for i in range(1 if kind is inverse.One else 2)]
+def test_inverses_of_one_and_of_two_in_one_matrix(kind, of):
+    size = C // of.MEMBERS
+    heads = 1 if kind is inverse.One else 2
+    A = [[np.tril(0.3 * numbers(size, size, seed=2 * i + j), -1) for j in range(of.MEMBERS)] for i in range(heads)]
 
     def level(x, h):
         """As it comes from products: in columns of the earlier half, for queries of the later."""
-        return tiles.roll_lanes(jnp.where(tiles.halves_of_block(h)[1], tiles.earlier(x, h), 0), -h)
+        return tiles.roll_lanes(jnp.where(tiles.halves_of_block(size, h)[1], tiles.earlier(x, h), 0), -h)
 
     def leaf(x):
         X8 = yield from tiles.inverse_of_blocks(tiles.pack_blocks(x))
@@ -257,25 +264,26 @@ def test_inverses_of_one_and_of_two_in_one_matrix(kind):
         return X8, (yield from tiles.doubled_blocks(X8, tiles.pack_level(level(x, 8))))
 
     def found(*A_turned):
-        X, exact = kind.start(tile.side_by_side(map(leaf, A_turned))), passes.PASSES["highest"]
-        for h in kind.LEVELS:
-            in_early, in_late = tiles.halves_of_block(h)
+        X, exact = kind.start(tile.side_by_side(map(leaf, A_turned)), size), passes.PASSES["highest"]
+        for h in [h for h in kind.LEVELS if h < size]:
+            in_early, in_late = tiles.halves_of_block(size, h)
             first, *second = (level(x, h) for x in A_turned)
             packed = exact.pack(first, in_early, in_late, h)
             if second:
                 packed = jnp.where(in_early, packed, jnp.where(in_late, tiles.roll_lanes(second[0], h), 0))
-            (X,) = tile.side_by_side([kind.doubled(exact, X, packed, h)])
+            (X,) = tile.side_by_side([kind.doubled(exact, of, X, packed, h)])
         return kind.whole(X)
 
-    for x, y in zip(on_device(found, *(x.T.copy() for x in A)), A, strict=True):
-        assert relative_error(x, np.linalg.inv(np.eye(C) + y.astype(np.float64)).T) < 1e-5
+    for x, members in zip(on_device(found, *(np.concatenate([y.T for y in x], 1) for x in A)), A, strict=True):
+        for x, y in zip(np.split(x, of.MEMBERS, 1), members, strict=True):
+            assert relative_error(x, np.linalg.inv(np.eye(size) + y.astype(np.float64)).T) < 1e-5
 
 
 # ------------------------------------------------------ two heads that share an inverse
 
 
 def test_which_heads_share_an_inverse():
-    """Neighbours of one sequence, at more than one pass; a pair has its own, what is left over is alone."""
+    """Neighbours of one sequence, at more than one pass, pairs as well; what is left over is alone."""
 
     def shared(batch, group, precision="high", members=1, alone=False):
         found = inverse.slots(heads.heads_of(np.zeros((batch, group)), members), passes.PASSES[precision], alone)
@@ -285,7 +293,7 @@ def test_which_heads_share_an_inverse():
     assert shared(2, 3, "highest") == ([[0, 1], [2], [3, 4], [5]], ["Two", "One"] * 2)  # not over two sequences
     assert shared(3, 1) == ([[0], [1], [2]], ["One"] * 3)
     assert shared(1, 4, "default") == shared(1, 4, alone=True) == ([[0], [1], [2], [3]], ["One"] * 4)
-    assert shared(1, 2, members=2) == ([[0], [1]], ["Two"] * 2)
+    assert shared(1, 3, members=2) == ([[0, 1], [2]], ["Two", "One"])
 
 
 @once
@@ -295,6 +303,8 @@ def test_heads_that_share_an_inverse(precision):
     for gate in ("-0.01", "per channel", "bursts"):
         x = make(LENGTH, 128, 128, B=1, H=3, gate=gate)
         assert_within(run(x, precision, at_once=(1, 3)).results, truth(*x), BAR[precision], gate)
+    x = make(LENGTH, 64, 64, B=1, H=6, gate="per channel")
+    assert_within(run(x, precision, at_once=(1, 3), paired=True).results, truth(*x), BAR[precision], "pairs")
 
 
 # ------------------------------------------------------ to the last bit
@@ -434,9 +444,10 @@ def test_a_grid_step_fits_its_share_of_vmem(monkeypatch, K, V, members):
     monkeypatch.setattr(launch.pl, "pallas_call", pallas_call)
     for precision, dtype in itertools.product(PRECISIONS, (jnp.float32, jnp.bfloat16)):
         for B, H in ((1, 1), (1, 16), (4, 6)):
-            options = launch.Options(launch.Dims(B, H, 1, C, K, V), precision, False, members)
-            keys, values = (jax.ShapeDtypeStruct((B, C, H * D), dtype) for D in (K, V))
-            scale, state = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1, 1), (B, H, K, V)))
+            size = C // members
+            options = launch.Options(launch.Dims(B, H, 1, size, K, V, members), precision, False)
+            keys, values = (jax.ShapeDtypeStruct((B, size, H * D), dtype) for D in (K, V))
+            scale, state = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1, 1), (B, H, K, V // members)))
             six = keys, keys, values, keys, keys, values
             outputs, kept = jax.eval_shape(functools.partial(stage.forward, options=options), *six, scale, state)
             jax.eval_shape(functools.partial(stage.backward, options=options), (*six, scale), kept, values, state)
@@ -674,8 +685,8 @@ def test_rows_and_lanes_turn():
     for h in (1, 2, 4):
         wanted = np.where((T & h != 0)[:, None], x, y)
         assert np.array_equal(on_device(lambda x, y, h=h: tiles.choose_rows(h, x, y), x, y), wanted)
-    lanes = np.random.default_rng(2).integers(0, C, (8, C)).astype(np.int32)
-    assert np.array_equal(on_device(tiles.lane_gather, x[:8], lanes), np.take_along_axis(x[:8], lanes, 1))
+    at = np.random.default_rng(2).integers(0, C, (8, C)).astype(np.int32)
+    assert np.array_equal(on_device(tiles.lane_gather, x[:8], at), np.take_along_axis(x[:8], at, 1))
 
 
 def blocks_of(x):
@@ -688,19 +699,51 @@ def test_blocks_in_one_register():
     packed = on_device(tiles.pack_blocks, x)
     for t in range(16):
         assert np.array_equal(packed[:, 8 * t : 8 * t + 8], x[8 * t : 8 * t + 8, 8 * t : 8 * t + 8])
-    assert np.array_equal(on_device(tiles.unpack_blocks, packed), blocks_of(x))
-    sums = on_device(tiles.pack_row_sums, numbers(C, 256))
+    assert np.array_equal(on_device(lambda x: tiles.unpack_blocks(x, C), packed), blocks_of(x))
+    sums = on_device(lambda x: tiles.pack_row_sums([x], lanes.Alone.chosen), numbers(C, 256))
     wanted = numbers(C, 256).astype(np.float64).sum(1).reshape(16, 8).T  # (row, register)
     np.testing.assert_allclose(sums, np.repeat(wanted, 8, 1), atol=1e-4)
 
 
-def test_product_of_blocks_in_two_halves():
-    x, right = blocks_of(numbers(C, C)), numbers(C, 256, seed=1)
+def test_blocks_of_two_members_in_one_register():
+    x = numbers(64, C)
+    packed = on_device(tiles.pack_blocks, x)
+    for t, m in itertools.product(range(8), range(2)):
+        at = 64 * m + 8 * t
+        assert np.array_equal(packed[:, at : at + 8], x[8 * t : 8 * t + 8, at : at + 8])
+    assert np.array_equal(on_device(lambda x: tiles.unpack_blocks(x, 64), packed)[:, :64], blocks_of(x[:, :64]))
+    sums = on_device(lambda x: tiles.pack_row_sums(lanes.Pair.own(x), lanes.Pair.chosen), x)
+    wanted = x.astype(np.float64).reshape(8, 8, 2, 64).sum(3).transpose(1, 2, 0).reshape(8, 16)  # (row, block)
+    np.testing.assert_allclose(sums, np.repeat(wanted, 8, 1), atol=1e-4)
+
+
+@pytest.mark.parametrize("of", [lanes.Alone, lanes.Pair])
+def test_product_of_blocks_in_two_halves(of):
+    size = C // of.MEMBERS
+    x, right = numbers(size, C), numbers(size, 128 if of is lanes.Pair else 256, seed=1)
+    members = [blocks_of(y) for y in np.split(x, of.MEMBERS, 1)]
     for parts in ([right, np.zeros_like(right)], [right, 0.5 * right]):
         # Of both parts the left operand has what its lanes say: low parts 64 lanes away would be added for the second.
         exact = functools.partial(tile.dot, precision="highest")
-        found = on_device(lambda x, *parts: tiles.blocks_dot([tiles.pack_blocks(x)], parts, exact), x, *parts)
-        np.testing.assert_allclose(found, x @ (parts[0] + parts[1]), atol=1e-4)
+        found = on_device(lambda x, *parts: of.small_blocks_dot(exact, tiles.pack_blocks(x), parts), x, *parts)
+        columns = np.split(parts[0] + parts[1], of.MEMBERS, 1)
+        wanted = np.concatenate([y @ z for y, z in zip(members, columns, strict=True)], 1)
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_members_of_a_pair_turned_and_as_weights():
+    """What a pair holds is (64, 2*64): a product is one for each member, and so is a transpose."""
+    x, y = numbers(64, C), numbers(64, C, seed=1)
+    each = [np.split(a, 2, 1) for a in (x, y)]
+    found = on_device(lambda x, y: tile.dot(x, lanes.Pair.weights(y), "highest"), x, y)
+    wanted = np.concatenate([a @ b for a, b in zip(*each, strict=True)], 1)
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    turned = np.concatenate([a.T for a in each[0]], 1)
+    assert np.array_equal(on_device(lanes.Pair.turned, x), turned)
+    for precision in PRECISIONS:  # at one pass by a product, whose operands are rounded anyway
+        found = on_device(functools.partial(lanes.turned_operand, lanes.Pair, passes.PASSES[precision]), x)
+        exact = jnp.asarray(turned).astype(jnp.bfloat16).astype(jnp.float32) if precision == "default" else turned
+        assert np.array_equal(found, exact)
 
 
 def test_inverse_of_blocks():
@@ -712,7 +755,7 @@ def test_inverse_of_blocks():
             try:
                 next(steps)
             except StopIteration as end:
-                return tiles.unpack_blocks(end.value)
+                return tiles.unpack_blocks(end.value, C)
 
     wanted = np.linalg.inv(np.eye(C) + A.astype(np.float64)).T
     assert relative_error(on_device(found, A.T.copy()), wanted) < 1e-6
@@ -773,7 +816,7 @@ def test_packed_product_of_a_level(h, precision):
     chosen = passes.PASSES[precision]
     x, y = numbers(C // 2, C), numbers(C // 2, 128, seed=1)
     row, column = np.arange(C // 2)[:, None] // h, T[None] // h
-    early, late = on_device(lambda: tiles.halves_of_block(h))
+    early, late = on_device(lambda: tiles.halves_of_block(C, h))
     assert np.array_equal(early, column == 2 * row) and np.array_equal(late, column == 2 * row + 1)
     left = np.where(early, x, 0)  # its columns of earlier halves meet the rows of y
     wanted = left[:, T & h == 0]
@@ -834,15 +877,15 @@ def test_compiles_at_the_widest():
 @pytest.mark.parametrize("H, members", [(7, 1), (1, 2)])
 def test_between_the_launches_lies_what_is_kept_and_nothing_else(H, members):
     """No copy of an array is made on the way in or out: what the program holds in between are the residuals."""
-    B, N, K = 1, 8, 128
-    options = launch.Options(launch.Dims(B, H, N, C, K, K), "default", False, members)
+    B, N, K, size = 1, 8 * members, 128, C // members
+    options = launch.Options(launch.Dims(B, H, N, size, K, K, members), "default", False)
 
     def both(q, k, v, g, b, w, scale, state, do, d_state):
         (o, final), kept = stage.forward(q, k, v, g, b, w, scale, state, options)
         return o, final, stage.backward((q, k, v, g, b, w, scale), kept, do, d_state, options)
 
-    tokens = jax.ShapeDtypeStruct((B, N * C, H * K), jnp.bfloat16)
-    scale, state = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 1), (B, H, K, K)))
+    tokens = jax.ShapeDtypeStruct((B, N * size, H * K), jnp.bfloat16)
+    scale, state = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 1), (B, H, K, K // members)))
     report = v5e.compile(both, *[tokens] * 6, scale, state, tokens, state, count=False)
-    kept = B * N * H * 2 * (2 * members * C * C + K * C + K * K)
+    kept = B * N * H * 2 * (2 * members * size**2 + K * size + K * K // members)
     assert report.temporary_bytes < 1.1 * kept  # in HBM; less, where the compiler has them wait in VMEM

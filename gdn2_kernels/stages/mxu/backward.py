@@ -199,7 +199,7 @@ def both_of(ref, head):
 def turned_pairs(refs, head, passes):
     n, lanes, V = head.n, head.lanes, refs.dz.shape[2]
     for i in range(2):
-        if is_brief(lanes, passes):  # made anew, see `lanes`
+        if is_brief(lanes, passes):  # made anew, by products
             of_all = weights(lanes, passes, refs.turned[n, i])
             yield passes.dot(refs.shared[n, :, :V], of_all)
         else:

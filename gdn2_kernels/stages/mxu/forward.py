@@ -151,7 +151,7 @@ def scores(refs, head, slot, passes):
     A8 = level_1(bk, k, P, lanes)
     Aqk8 = jnp.zeros_like(A8)
     P, U = tree.first_doubling(P)
-    if not is_brief(lanes, passes):
+    if not is_brief(lanes, passes):  # half as many rows, all done in one pass
         yield
     for h in IN_REGISTERS:
         of_q, of_bk, here = pairs_in_registers(q, k, bk, P, U, h, passes, lanes)

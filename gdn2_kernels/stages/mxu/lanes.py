@@ -18,6 +18,7 @@ Because of those zeros numbers have to be finite, or what is not reaches the nei
 import jax.numpy as jnp
 
 from gdn2_kernels.stages.mxu import tiles
+from gdn2_kernels.stages.mxu.passes import parts
 from gdn2_kernels.stages.mxu.tiles import LANES
 from gdn2_kernels.tile import columns, int32, only, rows
 
@@ -106,16 +107,14 @@ class Pair:
 
 def weights(lanes, passes, x):
     """The parts of x, or parts, as the right operand of a product."""
-    parts = x if isinstance(x, tuple) else passes.split(x)
-    return tuple(lanes.weights(part) for part in parts)
-
-
-# At one pass a pair leaves the matrix unit time, and the cross-lane unit none: it turns
-# twice as many matrices for each token as of one head, and sums every row twice.
+    return tuple(lanes.weights(part) for part in parts(passes, x))
 
 
 def is_brief(lanes, passes):
-    """Is the head a pair at one pass? What is rearranged for it says why."""
+    """Is the head a pair at one pass? Then its phases are short, the matrix unit has time,
+    and the cross-lane unit has none: it turns twice as many matrices for each token as of
+    one head, and sums every row twice.
+    """
     return passes.single and lanes is Pair
 
 
