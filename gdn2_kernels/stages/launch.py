@@ -111,9 +111,9 @@ def shape_and_block(kind: str, dims: Dims, heads=None, backwards=False, batch=No
     decay, one number per key channel, multiplies lanes and needs no column. The states
     that come in and go out, "head", are (K, V) as everywhere else: kernels turn them.
 
-    Members lie side by side in the channels of tokens. What is no token has for each of
-    them its own tokens and channels: side by side in the lanes too, but "head", where
-    they stand one below the other, as in memory.
+    Members lie side by side in the channels of tokens. Of every other array each of them
+    has a block of its own, in its own share of the lanes; but in "head" they stand one
+    below the other, as in memory.
     """
     B, H, N, C, K, V, members = dims
     zero = int32(0)  # a Python zero would be int64 under x64
