@@ -141,7 +141,7 @@ def prepare_back(k, v, g, b, w, X, kg, qg, decay, vn, S, do, dvn, dS, options):
     Returns: dq, dk, dbk "keys" as far as they come through the state, dv, dw "values",
     dAkk "square", and for dg: reads, writes "keys", passing "row".
     """
-    C, K = options.dims.C, options.dims.K
+    C, K, V = options.dims.C, options.dims.K, options.dims.V
     return launch(
         functools.partial(prepare_back_kernel, precision=options.precision),
         options,
